@@ -1,0 +1,281 @@
+"""Checkpoints on disk: safetensors in the published layout, read straight into the model's views and written from them.
+
+`model.published()` maps every published tensor name to the view of a (fused or stacked) weight that holds it. Loading fills each view
+exactly once from a tensor that is consumed exactly once; saving writes the same map back.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from tqdm import tqdm
+
+from moe import mxfp4_pack, mxfp4_unpack
+
+INDEX = "model.safetensors.index.json"
+OTHER_TOWERS = ("vision_tower.", "mm_projector.")
+EXPERT = re.compile(r"\.experts\.\d+\.(w1|w2|w3)\.weight$")
+FLOATS = ("BF16", "F16", "F32", "F64")
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "group",
+                "group_size": 32,
+                "symmetric": True,
+                "dynamic": False,
+            },
+        }
+    },
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+}
+
+
+def canonical(name):
+    """The spelling that `model.published()` uses, for every spelling that checkpoints use."""
+    name = name.removeprefix("language_model.")
+    name = re.sub(r"\b(self_attention_res|mlp_res|output_attn_res)\.(norm|proj)_weight$", r"\1_\2.weight", name)
+    return name.replace("block_sparse_moe.e_score_correction_bias", "block_sparse_moe.gate.e_score_correction_bias")
+
+
+# ---------------------------------------------------------------- reading
+
+
+def open_shards(path):
+    """The folder's safetensors -> {stored name: open file}. Every file is memory-mapped, every header checked against the index."""
+    path = Path(path)
+    weight_map, single = None, path / "model.safetensors"
+    if (path / INDEX).is_file():
+        try:
+            weight_map = dict(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"{path / INDEX}: not a safetensors index ({e!r})") from None
+        files = sorted(set(weight_map.values()))
+    elif single.is_file():
+        files = [single.name]
+    else:
+        raise FileNotFoundError(f"{path}: neither {INDEX} nor {single.name} is there")
+    absent = [f for f in files if not (path / f).is_file()]
+    if absent:
+        raise FileNotFoundError(
+            f"{path}: {INDEX} names {len(absent)} of {len(files)} shards that are missing: {', '.join(absent[:5])}"
+        )
+    stored, twice = {}, []
+    for f in files:
+        try:
+            handle = safe_open(path / f, framework="pt")
+        except (SafetensorError, OSError) as e:
+            raise ValueError(f"{path / f}: damaged or incomplete safetensors file ({e}); fetch it again") from None
+        for name in handle.keys():
+            twice += [name] if name in stored else []
+            stored[name] = handle
+            if weight_map is not None and weight_map.get(name) != f:
+                raise ValueError(
+                    f"{path / f}: holds {name}, which {INDEX} places in {weight_map.get(name, 'no shard')}"
+                )
+    lost = [name for name in weight_map or () if name not in stored]
+    if twice or lost:
+        raise ValueError(
+            f"{path}: {_listing('in two shards', twice, ' ')}{_listing('named by the index but in no shard', lost)}"
+        )
+    return stored
+
+
+def load(model, path, device="cpu", progress=True):
+    """Fills `model` (built on the meta device) from the folder `path`, one tensor at a time, and returns it on `device`.
+
+    Raises one ValueError that lists all missing, unexpected and misshaped tensors before anything is allocated.
+    """
+    stored = open_shards(path)
+    sources, twice = {}, []  # canonical name -> (file, stored name, shape)
+    skipped = 0
+    for name, handle in stored.items():
+        if name.startswith(OTHER_TOWERS):
+            skipped += 1
+            continue
+        part = handle.get_slice(name)
+        twice += [name] if canonical(name) in sources else []
+        sources[canonical(name)] = (handle, name, tuple(part.get_shape()), part.get_dtype())
+    if skipped and progress:
+        tqdm.write(f"{path}: skipped {skipped} tensors of the vision towers", file=os.sys.stderr)
+
+    hold_packed(model, sources)
+    copies = copy_names(model)
+    wanted = {name: tuple(view.shape) for name, view in model.published().items()}
+    optional = {f"model.layers.{model.cfg.num_hidden_layers}.{n}" for n in INERT} if model.mtp else set()
+    plan, missing, misshaped = [], [], []  # plan: (canonical name, the sources that fill it)
+    for name, shape in (wanted | {n: tuple(main.shape) for n, main in copies.items() if n in sources}).items():
+        pair = [f"{name}_packed", f"{name}_scale"]
+        names = pair if name not in sources and all(n in sources for n in pair) else [name]
+        if names == [name] and name not in sources:
+            missing += [] if name in optional else [name]
+            continue
+        got = [sources.pop(n) for n in names]
+        plan.append((name, got))
+        shapes = [shape] if names == [name] else [(shape[0], shape[1] // 2), (shape[0], shape[1] // 32)]
+        for want, (_, stored_name, have, dtype) in zip(shapes, got):
+            packed = stored_name.endswith(("_packed", "_scale"))
+            if not _fits(name, have, want) or (dtype != "U8" if packed else dtype not in FLOATS):
+                misshaped.append(f"{stored_name} ({dtype} {list(have)}, expected {list(want)})")
+    faults = _listing("missing", missing, "; ") + _listing("unexpected", [s[1] for s in sources.values()], "; ")
+    faults += _listing("misshaped", misshaped, "; ") + _listing("present in two spellings", twice, "; ")
+    if faults:
+        raise ValueError(f"{path}: the tensors do not match config.json: {faults.rstrip('; ')}")
+
+    model.to_empty(device=device)
+    if model.cfg.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
+    for name in optional - {name for name, _ in plan}:
+        nn.init.zeros_(model.published()[name])
+    views, copies = model.published(), copy_names(model)
+    with torch.no_grad(), tqdm(total=len(plan), unit=" tensors", desc="loading", disable=not progress, delay=1) as bar:
+        for name, got in plan:
+            tensors = [handle.get_tensor(stored_name) for handle, stored_name, _, _ in got]
+            if got[-1][1].endswith("_scale") and (tensors[-1] == 255).any():
+                raise ValueError(f"{path}: {got[-1][1]} has a scale byte 255 (NaN); the file is damaged")
+            tensor = tensors[0] if len(tensors) == 1 else mxfp4_unpack(*tensors, torch.get_default_dtype())
+            if name in copies:
+                attach_copy(model, path, name, copies[name], tensor)
+            else:
+                fill(name, views[name], tensor)
+            bar.update()
+    return model
+
+
+INERT = [f"{mix}_{part}.weight" for mix in ("self_attention_res", "mlp_res") for part in ("norm", "proj")]
+
+
+def hold_packed(model, sources):
+    """Gives every expert stack whose tensors all come as MXFP4 pairs its packed form, so that it stays packed in memory."""
+    for prefix, experts in model.expert_stacks():
+        for stack, parts in (("w13", ("w1", "w3")), ("w2", ("w2",))):
+            w = getattr(experts, stack)
+            names = [f"{prefix}{e}.{part}.weight" for e in range(w.shape[0]) for part in parts]
+            if all(n not in sources and f"{n}_packed" in sources and f"{n}_scale" in sources for n in names):
+                E, out, width = w.shape
+                bytes_ = (torch.empty(E, out, width // n, dtype=torch.uint8, device="meta") for n in (2, 32))
+                experts.set_packed(stack, *bytes_)
+
+
+def copy_names(model):
+    """Tensors that a checkpoint may ship although the model has them already -> the main tensor that they should equal."""
+    copies = {"lm_head.weight": model.embed_tokens.weight} if model.cfg.tie_word_embeddings else {}
+    if model.mtp:
+        at = f"model.layers.{model.cfg.num_hidden_layers}."
+        copies |= {
+            at + "embed_tokens.weight": model.embed_tokens.weight,
+            at + "shared_head.head.weight": model.lm_head.weight,
+        }
+    return copies
+
+
+def attach_copy(model, path, name, main, tensor):
+    """Shares memory where the copy equals the main tensor; otherwise the MTP layer gets its own."""
+    own = tensor.to(main.device, main.dtype)
+    if torch.equal(own, main):
+        return
+    if name == "lm_head.weight":
+        raise ValueError(f"{path}: tie_word_embeddings is set, but lm_head.weight differs from the embedding")
+    if name.endswith("embed_tokens.weight"):
+        model.mtp.embed_tokens = nn.Embedding.from_pretrained(own, freeze=False)
+    else:
+        model.mtp.head = nn.Linear(*reversed(own.shape), bias=False, device="meta")
+        model.mtp.head.weight = nn.Parameter(own)
+
+
+def _fits(name, have, want):
+    if name.endswith(".A_log"):  # [heads], [head_dim] padded, [1, 1, heads, 1]: fill() takes the first `heads` values
+        return max(have, default=0) == torch.Size(have).numel() and max(have) > 0
+    return [n for n in have if n != 1] == [n for n in want if n != 1]
+
+
+def fill(name, view, tensor):
+    """Copies a stored tensor into its view: same shape up to axes of length 1; A_log by its first values, the rest zero."""
+    if name.endswith(".A_log"):
+        tensor = tensor.flatten()[: view.numel()]
+        view.zero_()[: tensor.numel()].copy_(tensor)
+    else:
+        view.copy_(tensor.reshape(view.shape))
+
+
+def _listing(what, names, end=""):
+    """'3 missing: a, b, c' with at most 8 names; empty for none."""
+    if not names:
+        return ""
+    more = f", and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{len(names)} {what}: {', '.join(names[:8])}{more}{end}"
+
+
+# ---------------------------------------------------------------- writing
+
+
+def save(model, path, mxfp4=None, mtp_copies=True, max_shard_bytes=5 << 30):
+    """Writes `model` to the folder `path`; see K3.save_pretrained. Files appear under their names only when all are written."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    shards = [{}]
+    size = 0
+    for name, tensor in tensors_to_write(model, mxfp4, mtp_copies):
+        size += tensor.nbytes
+        if size > max_shard_bytes and shards[-1]:
+            size = tensor.nbytes
+            shards[-1] = _write(path, len(shards), shards[-1])
+            shards.append({})
+        shards[-1][name] = tensor.detach().to("cpu", copy=True).contiguous()
+    shards[-1] = _write(path, len(shards), shards[-1])
+
+    for old in [path / INDEX, *path.glob("model*.safetensors")]:
+        old.unlink(missing_ok=True)
+    weight_map, total = {}, 0
+    for i, (part, names, nbytes) in enumerate(shards, 1):
+        final = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(part, path / final)
+        weight_map |= dict.fromkeys(names, final)
+        total += nbytes
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (path / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    quantized = any(name.endswith("_packed") for name in weight_map)
+    (path / "config.json").write_text(json.dumps(model.cfg.to_json(quantized), indent=1) + "\n", encoding="utf-8")
+
+
+def tensors_to_write(model, mxfp4=None, mtp_copies=True):
+    """Yields (published name, tensor) in the published layout; works on the meta device where nothing has to be (un)packed."""
+    prefix = "language_model." if model.cfg.wrapped else ""
+    views = model.published()
+    if model.mtp:
+        at = f"model.layers.{model.cfg.num_hidden_layers}."
+        for name, own, main in (
+            ("embed_tokens", model.mtp.embed_tokens, model.embed_tokens),
+            ("shared_head.head", model.mtp.head, model.lm_head),
+        ):
+            if own is not None or mtp_copies:
+                views[f"{at}{name}.weight"] = (own or main).weight
+    for name, view in views.items():
+        if mxfp4 and EXPERT.search(name):
+            yield from zip((f"{prefix}{name}_packed", f"{prefix}{name}_scale"), mxfp4_pack(view.detach()))
+        elif mxfp4 is False and name.endswith(".weight_packed"):
+            yield (
+                prefix + name.removesuffix("_packed"),
+                mxfp4_unpack(view, views[name.removesuffix("packed") + "scale"], model.norm.weight.dtype),
+            )
+        elif not (mxfp4 is False and name.endswith(".weight_scale")):
+            yield prefix + name, view
+
+
+def _write(path, number, tensors):
+    """Writes one shard under a temporary name -> (file, names, bytes)."""
+    part = path / f".part-{number:05d}.safetensors"
+    save_file(tensors, part, metadata={"format": "pt"})
+    return part, list(tensors), sum(t.nbytes for t in tensors.values())

@@ -1,0 +1,181 @@
+"""Kimi Delta Attention (KDA): linear attention with a per-channel decay and the delta rule.
+
+Per head, with d = head_dim and a state S [d_k, d_v] in float32 (Kimi Linear report, arXiv 2510.26692):
+
+    q, k, v = SiLU(conv(x W_q)), SiLU(conv(x W_k)), SiLU(conv(x W_v))      causal depthwise convolution over the last 4 inputs
+    q = l2norm(q) d^-1/2,   k = l2norm(k),   beta = sigmoid(x W_b)
+    r = (x W_fa) W_fb + dt_bias
+    g = gate_lower_bound * sigmoid(exp(A_log) r)        log-decay per key channel; without a bound: -exp(A_log) softplus(r)
+
+    S = diag(e^g) S                                     forget
+    S = S + beta k (v - S^T k)^T                        correct what the memory answers for k
+    o = S^T q                                           read
+
+    out = (RMSNorm(o) * sigmoid(x W_g)) W_o
+
+`kda_recurrent` is that recurrence, token by token. `kda_chunked` is the same function for 64 tokens at a time.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kernels
+from attnres import RMSNorm, no_autocast, wide, wide_dtype
+
+CHUNK, BLOCK = 64, 16
+
+
+def short_conv(x, past, weight):
+    """Causal depthwise convolution. x [B, T, C], past [B, K-1, C] (the inputs before x), weight [C, K] -> [B, T, C], new past."""
+    window = torch.cat([past.to(x.dtype), x], dim=1)
+    taps, length = weight.shape[1], x.shape[1]
+    y = sum(window[:, i : i + length] * weight[:, i] for i in range(taps))  # the last tap is the current token
+    return y, window[:, length:]
+
+
+def l2norm(x):
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def log_decay(r, A_log, lower_bound):
+    """r [..., h, d] (dt_bias added), A_log [h] -> log-decay g <= 0, float32."""
+    rate = wide(A_log).exp()[:, None]
+    if lower_bound:
+        return lower_bound * torch.sigmoid(rate * wide(r))
+    return -rate * F.softplus(wide(r))
+
+
+def kda_recurrent(q, k, v, g, beta, state):
+    """The recurrence, one token at a time. q, k, v, g [B, T, h, d], beta [B, T, h], state [B, h, d, d] -> o [B, T, h, d], state."""
+    q, k, v, g, beta, state = (wide(x) for x in (q, k, v, g, beta, state))
+    out = []
+    for t in range(q.shape[1]):
+        state = state * g[:, t].exp()[..., None]
+        error = v[:, t] - (k[:, t, :, None] @ state)[..., 0, :]
+        state = state + (beta[:, t, :, None] * k[:, t])[..., None] * error[..., None, :]
+        out.append((q[:, t, :, None] @ state)[..., 0, :])
+    return torch.stack(out, dim=1), state
+
+
+def kda_chunked(q, k, v, g, beta, state):
+    """The same function, CHUNK tokens at a time. Shapes as `kda_recurrent`.
+
+    With G the inclusive sum of g in the chunk and S the state before it, all corrections of a chunk solve one triangular system:
+
+        A_ij = beta_i <k_i e^{G_i - G_j}, k_j>, j < i;      (I + A) U = diag(beta) (V - (k e^G) S)
+        o_i = S^T (q_i e^{G_i}) + sum_{j<=i} <q_i e^{G_i - G_j}, k_j> U_j
+        S'  = diag(e^{G_C}) S + sum_j (k_j e^{G_C - G_j}) U_j^T
+
+    No exponent is ever positive: G falls by up to 5 a token (more without a bound), so e^{-G_j} alone would overflow. Inside a
+    BLOCK of 16 tokens the difference G_i - G_j is taken first; between blocks it is split at the end of the block before i's.
+    """
+    q, k, v, g, beta, state = (wide(x) for x in (q, k, v, g, beta, state))
+    B, T, h, d = q.shape
+    size = min(CHUNK, -(-T // BLOCK) * BLOCK)
+    n, m = -(-T // size), size // BLOCK
+    # [B, T, h, .] -> [B, h, n, size, .]; padding tokens have k = beta = g = 0 and change nothing
+    q, k, v, g, beta = (
+        F.pad(x, (0, 0, 0, 0, 0, n * size - T)).unflatten(1, (n, size)).movedim(3, 1)
+        for x in (q, k, v, g, beta[..., None])
+    )
+    G = g.cumsum(-2)
+
+    # pair products for k and q at once, p = [k, q]: P[i, j] = <p_i e^{G_i - G_j}, k_j>
+    p = torch.stack([k, q], dim=3)  # [B, h, n, 2, size, d]
+    Gb, kb, pb = G.unflatten(3, (m, BLOCK)), k.unflatten(3, (m, BLOCK)), p.unflatten(4, (m, BLOCK))
+    split = F.pad(Gb[..., :-1, -1, :], (0, 0, 1, 0))  # [B, h, n, m, d]: G at the end of the block before
+    left = pb * (Gb - split[..., None, :]).exp()[:, :, :, None]
+    right = k[:, :, :, None] * (split[..., None, :] - G[:, :, :, None]).clamp(max=0).exp()  # [B, h, n, m, size, d]
+    P = (left @ right[:, :, :, None].mT).flatten(
+        4, 5
+    )  # [B, h, n, 2, size, size]: right where j is in an earlier block than i
+    decay = (Gb[..., :, None, :] - Gb[..., None, :, :]).clamp(max=0).exp()  # [B, h, n, m, i, j, d]
+    same = ((decay * kb[..., None, :, :]) @ pb.movedim(3, -1)).movedim(
+        -1, 3
+    )  # [B, h, n, 2, m, i, j]: right inside a block
+    block = torch.arange(size, device=q.device) // BLOCK
+    P = torch.where(block[:, None] == block, same.tile(m).flatten(-3, -2), P).tril()
+
+    # one solve for both right-hand sides: U = Uv - Uk S
+    eye = torch.eye(size, dtype=q.dtype, device=q.device)
+    rhs = beta * torch.cat([v, k * G.exp()], dim=-1)
+    solved = torch.linalg.solve_triangular(eye + beta * P[:, :, :, 0].tril(-1), rhs, upper=False, unitriangular=True)
+    Uv, Uk = solved.split(d, dim=-1)
+    q_in, k_out, G_end = q * G.exp(), (k * (G[..., -1:, :] - G).exp()).mT, G[..., -1, :, None].exp()
+
+    out = []
+    for c in range(n):  # the only sequential part: once per chunk
+        U = Uv[:, :, c] - Uk[:, :, c] @ state
+        out.append(q_in[:, :, c] @ state + P[:, :, c, 1] @ U)
+        state = G_end[:, :, c] * state + k_out[:, :, c] @ U
+    return torch.cat(out, dim=2)[:, :, :T].transpose(1, 2), state
+
+
+@kernels.op("kda")
+def kda(q, k, v, g, beta, state):
+    """Chooses the form: the recurrence for a few tokens, chunks for many. Shapes as `kda_recurrent`."""
+    with no_autocast(q):
+        return (kda_recurrent if q.shape[1] < BLOCK else kda_chunked)(q, k, v, g, beta, state)
+
+
+class KDA(nn.Module):
+    """One KDA layer. `index` counts KDA layers only: it finds the layer's state in the page pool."""
+
+    def __init__(self, cfg, index):
+        super().__init__()
+        self.index, self.heads, self.dim = index, cfg.kda_heads, cfg.kda_head_dim
+        self.lower_bound, self.full_rank_gate = cfg.gate_lower_bound, cfg.use_full_rank_gate
+        inner = self.heads * self.dim
+        self.sizes = [
+            3 * inner,
+            inner if self.full_rank_gate else self.dim,
+            self.dim,
+            self.heads,
+        ]  # q|k|v, gate, f_a, b
+        self.in_proj = nn.Linear(cfg.hidden_size, sum(self.sizes), bias=False)
+        self.conv_weight = nn.Parameter(torch.empty(3 * inner, cfg.conv_kernel, dtype=wide_dtype()).uniform_(-0.5, 0.5))
+        self.f_b_proj = nn.Linear(self.dim, inner, bias=False)
+        if not self.full_rank_gate:
+            self.g_b_proj = nn.Linear(self.dim, inner, bias=False)
+        self.A_log = nn.Parameter(
+            torch.zeros(cfg.A_log_size, dtype=wide_dtype())
+        )  # K3 pads it: the first `heads` values count
+        self.dt_bias = nn.Parameter(torch.empty(inner, dtype=wide_dtype()).uniform_(-7, -1))
+        self.o_norm = RMSNorm(self.dim, cfg.rms_norm_eps, dtype=wide_dtype())
+        self.o_proj = nn.Linear(inner, cfg.hidden_size, bias=False)
+
+    def forward(self, x, batch):
+        """x [N, H], the rows of all sequences in `batch` one after another -> [N, H]. Reads and writes the state pages of batch."""
+        qkv, gate, f_a, b = self.in_proj(x).split(self.sizes, dim=-1)
+        gate = gate if self.full_rank_gate else self.g_b_proj(gate)
+        r = (self.f_b_proj(f_a) + self.dt_bias).unflatten(-1, (self.heads, self.dim))
+        g = log_decay(r, self.A_log[: self.heads], self.lower_bound)
+        beta = wide(b).sigmoid()
+
+        out = []
+        for seg in batch.segments:
+            past, state = batch.read_state(self.index, seg) or self.zero_state(seg.B, qkv)
+            y, past = short_conv(seg.dense(qkv), past, self.conv_weight)
+            q, k, v = F.silu(y).unflatten(-1, (3, self.heads, self.dim)).unbind(2)
+            o, state = kda(l2norm(q) * self.dim**-0.5, l2norm(k), v, seg.dense(g), seg.dense(beta), state)
+            batch.write_state(self.index, seg, past, state)
+            out.append(o.flatten(0, 1))
+        o = self.o_norm(torch.cat(out)).flatten(1) * wide(gate).sigmoid()
+        return self.o_proj(o.to(x.dtype))
+
+    def zero_state(self, B, like):
+        """What a sequence starts from: conv inputs [B, K-1, 3*h*d] and recurrent state [B, h, d, d], all zero."""
+        past = like.new_zeros(B, self.conv_weight.shape[1] - 1, self.conv_weight.shape[0])
+        return past, like.new_zeros(B, self.heads, self.dim, self.dim, dtype=wide(like[:0]).dtype)
+
+    def published(self):
+        """Published tensor name -> the view of our fused weights that holds it."""
+        inner = self.heads * self.dim
+        q, k, v, gate, f_a, b = self.in_proj.weight.split([inner] * 3 + self.sizes[1:])
+        conv = self.conv_weight.unsqueeze(1).split(inner)
+        names = {"q_proj": q, "k_proj": k, "v_proj": v, "f_a_proj": f_a, "b_proj": b, "f_b_proj": self.f_b_proj.weight}
+        names |= {"q_conv1d": conv[0], "k_conv1d": conv[1], "v_conv1d": conv[2]}
+        names |= {"g_proj": gate} if self.full_rank_gate else {"g_a_proj": gate, "g_b_proj": self.g_b_proj.weight}
+        names |= {"o_norm": self.o_norm.weight, "o_proj": self.o_proj.weight}
+        return {f"{name}.weight": w for name, w in names.items()} | {"A_log": self.A_log, "dt_bias": self.dt_bias}

@@ -1,0 +1,250 @@
+"""Stable LatentMoE: many small experts in a latent space, chosen per token, beside a shared expert; and the dense layer.
+
+    SiTU(a, u) = beta tanh(a / beta) sigmoid(a) * linear_beta tanh(u / linear_beta)         hidden_act situ; silu: SwiGLU, silu(a) u
+
+    router:  p = sigmoid(x W_router) in float32; the top k of p + correction bias are chosen, ties to the lower id;
+             weights = chosen p (without the bias), normalized to sum 1, times routed_scaling_factor
+    z = x W_down_latent
+    y = sum_e weight_e (SiTU(z W1_e, z W3_e) W2_e)
+    out = RMSNorm(y) W_up_latent + shared(x)
+
+The routed experts are nearly all of the model's bytes. They stay packed in memory as MXFP4 (OCP Microscaling Formats v1.0): two
+4-bit floats a byte and one power-of-two scale for 32 of them; only the experts that a batch uses are unpacked.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kernels
+from attnres import RMSNorm, no_autocast, wide, wide_dtype
+
+GROUP = 32  # inputs that share an MXFP4 scale
+TOGETHER = 8  # experts unpacked and multiplied at a time
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of the low three bits; bit 3 is the sign
+
+
+def activation(a, u, cfg):
+    """The gated activation of a gate a and an up projection u (same shape), computed in float32, returned in a's dtype."""
+    x, y = wide(a), wide(u)
+    if cfg.hidden_act == "silu":
+        return (F.silu(x) * y).to(a.dtype)
+    beta, linear = cfg.activation_situ_beta, cfg.activation_situ_linear_beta
+    return (beta * torch.tanh(x / beta) * torch.sigmoid(x) * linear * torch.tanh(y / linear)).to(a.dtype)
+
+
+# ---------------------------------------------------------------- MXFP4
+
+
+def mxfp4_pack(w):
+    """w [..., in] float, in a multiple of 32 -> packed uint8 [..., in/2] (low nibble = even input), scale uint8 [..., in/32].
+
+    Each group takes the smallest power of two under which its largest magnitude is at most 6, and rounds to the nearest value, ties to
+    the even code. A group that MXFP4 represents exactly comes back exactly. Raises ValueError on a value that is not finite.
+    """
+    if w.shape[-1] % GROUP or not w.isfinite().all():
+        raise ValueError(f"MXFP4 packs finite rows of a multiple of {GROUP} values, not {tuple(w.shape)}")
+    groups = w.double().unflatten(-1, (-1, GROUP))
+    mantissa, exponent = torch.frexp(
+        groups.abs().amax(-1)
+    )  # amax = mantissa 2^exponent with mantissa in [.5, 1), and 6 = .75 * 2^3
+    exponent = torch.where(mantissa > 0.75, exponent - 2, exponent - 3).clamp(-127, 127)
+    magnitude = torch.ldexp(groups.abs(), -exponent[..., None]).clamp(max=6.0)
+    table = torch.tensor(FP4, dtype=torch.float64, device=w.device)
+    middle = (table[1:] + table[:-1]) / 2
+    below, upto = torch.bucketize(magnitude, middle), torch.bucketize(magnitude, middle, right=True)
+    code = torch.where(below % 2 == 0, below, upto)  # they differ only on a tie, by one
+    code = (code + 8 * torch.signbit(groups)).flatten(-2).to(torch.uint8)
+    return code[..., ::2] | code[..., 1::2] << 4, (exponent + 127).to(torch.uint8)
+
+
+def mxfp4_unpack(packed, scale, dtype):
+    """packed uint8 [..., in/2], scale uint8 [..., in/32] (byte s is 2^(s-127)) -> [..., in] of dtype, exact in bf16 and wider."""
+    pair, power = _tables(dtype, packed.device)
+    values = F.embedding(packed.int(), pair).unflatten(-2, (-1, GROUP // 2))  # [..., in/32, 16, 2]
+    return (values * F.embedding(scale.int(), power)[..., None]).flatten(-3)
+
+
+_TABLES = {}
+
+
+def _tables(dtype, device):
+    """Byte -> its two values [256, 2]; scale byte -> its power of two [256, 1]."""
+    if (dtype, device) not in _TABLES:
+        values = torch.tensor(FP4 + tuple(-v for v in FP4), dtype=torch.float64)
+        byte, power = (
+            torch.arange(256),
+            torch.ldexp(torch.ones(256, 1, dtype=torch.float64), torch.arange(256)[:, None] - 127),
+        )
+        power[255] = float("nan")
+        _TABLES[dtype, device] = tuple(
+            t.to(device, dtype) for t in (torch.stack([values[byte & 15], values[byte >> 4]], dim=1), power)
+        )
+    return _TABLES[dtype, device]
+
+
+class Experts(nn.Module):
+    """E experts' matrices stacked: `w13` [E, 2I, L] (gate rows, then up rows) and `w2` [E, L, I]; each float or packed MXFP4."""
+
+    def __init__(self, num, width, inner):
+        super().__init__()
+        self.inner = inner
+        self.w13 = nn.Parameter(torch.randn(num, 2 * inner, width) * 0.5 * width**-0.5)
+        self.w2 = nn.Parameter(torch.randn(num, width, inner) * 0.5 * inner**-0.5)
+
+    def set_packed(self, name, packed, scale):
+        """Replaces the float matrix `name` by its packed form (buffers: packed weights are not trained)."""
+        setattr(self, name, None)
+        self.register_buffer(f"{name}_packed", packed)
+        self.register_buffer(f"{name}_scale", scale)
+
+    def is_packed(self, name):
+        return getattr(self, name) is None
+
+    def weights(self, name, ids, dtype):
+        """The matrices of the experts ids [n] -> [n, out, in] in dtype."""
+        if self.is_packed(name):
+            return mxfp4_unpack(getattr(self, f"{name}_packed")[ids], getattr(self, f"{name}_scale")[ids], dtype)
+        return getattr(self, name)[ids]
+
+    def published(self):
+        """Published tensor name -> the view of a stacked tensor that holds it."""
+        names = {}
+        for name in ("w13", "w2"):
+            suffixes = ("_packed", "_scale") if self.is_packed(name) else ("",)
+            for suffix in suffixes:
+                for e, w in enumerate(getattr(self, name + suffix)):
+                    parts = {"w1": w[: self.inner], "w3": w[self.inner :]} if name == "w13" else {"w2": w}
+                    names |= {f"{e}.{part}.weight{suffix}": view for part, view in parts.items()}
+        return names
+
+
+@kernels.op("experts")
+def routed_experts(z, ids, weights, experts, cfg):
+    """z [N, L], ids [N, k] int64, weights [N, k] float32 -> sum over the k chosen experts, [N, L] in z's dtype.
+
+    Rows are sorted by expert and padded to the longest in each group of TOGETHER experts, so that a group is two batched products.
+    """
+    N, k = ids.shape
+    order = ids.flatten().argsort(stable=True)
+    counts = ids.flatten().bincount(minlength=cfg.num_experts)
+    starts = counts.cumsum(0) - counts
+    used = counts.argsort(descending=True, stable=True)[
+        : int((counts > 0).sum())
+    ]  # like counts together: little padding
+    y = z.new_empty(N * k, z.shape[1])
+    pieces, places = [], []
+    for group in used.split(TOGETHER):
+        column = torch.arange(int(counts[group[0]]), device=z.device)
+        real = column < counts[group, None]
+        rows = order[(starts[group, None] + column).clamp(max=N * k - 1)]  # which (token, choice), [g, longest]
+        a, u = (z[rows // k] @ experts.weights("w13", group, z.dtype).mT).chunk(2, dim=-1)
+        out = activation(a, u, cfg) @ experts.weights("w2", group, z.dtype).mT
+        pieces.append(out[real])
+        places.append(rows[real])
+    y = y.to(pieces[0].dtype).index_put((torch.cat(places),), torch.cat(pieces))
+    return (wide(y.unflatten(0, (N, k))) * weights[..., None]).sum(1).to(z.dtype)
+
+
+class Router(nn.Module):
+    """Scores every expert for a token and chooses k of them, with auxiliary-loss-free balancing (DeepSeek-V3, arXiv 2412.19437)."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        self.weight = nn.Parameter(torch.randn(cfg.num_experts, cfg.hidden_size) * 0.5 * cfg.hidden_size**-0.5)
+        self.e_score_correction_bias = nn.Parameter(
+            torch.zeros(cfg.num_experts, dtype=wide_dtype()), requires_grad=False
+        )
+
+    def forward(self, x):
+        """x [N, H] -> expert ids [N, k] int64, weights [N, k] float32."""
+        with no_autocast(x):
+            logits = F.linear(wide(x), wide(self.weight))
+        return route(logits, self.e_score_correction_bias, self.cfg)
+
+
+@kernels.op("router")
+def route(logits, bias, cfg):
+    """logits [N, E], bias [E], both float32 -> chosen ids [N, k], weights [N, k]. Ties go to the lower id (and lower group)."""
+    p = logits.sigmoid() if cfg.moe_router_activation_func == "sigmoid" else logits.softmax(-1)
+    biased = p.detach() + bias
+    if cfg.use_grouped_topk and cfg.num_expert_group > 1:
+        groups = biased.unflatten(-1, (cfg.num_expert_group, -1))
+        best = top(groups, min(2, groups.shape[-1]))[0].sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, top(best, cfg.topk_group)[1], True)
+        biased = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+    ids = top(biased, cfg.num_experts_per_token)[1]
+    weights = p.gather(-1, ids)
+    if cfg.moe_renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * cfg.routed_scaling_factor
+
+
+def top(x, k):
+    """The k largest along the last dim, as (values, ids). Unlike torch.topk, equal values come in the order of their ids."""
+    values, ids = x.sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], ids[..., :k]
+
+
+class MLP(nn.Module):
+    """The dense feed-forward layer: (act(x W_gate, x W_up)) W_down."""
+
+    def __init__(self, cfg, inner):
+        super().__init__()
+        self.cfg = cfg
+        self.in_proj = nn.Linear(cfg.hidden_size, 2 * inner, bias=False)  # gate | up
+        self.down_proj = nn.Linear(inner, cfg.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(activation(*self.in_proj(x).chunk(2, dim=-1), self.cfg))
+
+    def published(self):
+        """Published tensor name -> the view of our fused weights that holds it."""
+        gate, up = self.in_proj.weight.chunk(2)
+        return {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": self.down_proj.weight}
+
+
+class MoE(nn.Module):
+    """The mixture-of-experts layer. Without routed_expert_hidden_size the experts work at full width."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        self.latent = cfg.routed_expert_hidden_size
+        shared = cfg.num_shared_experts * cfg.moe_intermediate_size
+        self.sizes = [self.latent or 0, shared, shared]  # latent | shared gate | shared up
+        self.gate = Router(cfg)
+        self.in_proj = nn.Linear(cfg.hidden_size, sum(self.sizes), bias=False)
+        self.experts = Experts(cfg.num_experts, self.latent or cfg.hidden_size, cfg.moe_intermediate_size)
+        if cfg.latent_moe_use_norm:
+            self.routed_expert_norm = RMSNorm(self.latent or cfg.hidden_size, cfg.rms_norm_eps)
+        if self.latent:
+            self.routed_expert_up_proj = nn.Linear(self.latent, cfg.hidden_size, bias=False)
+        self.shared_down_proj = nn.Linear(shared, cfg.hidden_size, bias=False)
+
+    def forward(self, x):
+        """x [N, H] -> [N, H]."""
+        z, a, u = self.in_proj(x).split(self.sizes, dim=-1)
+        y = routed_experts(z if self.latent else x, *self.gate(x), self.experts, self.cfg)
+        if self.cfg.latent_moe_use_norm:
+            y = self.routed_expert_norm(y)
+        if self.latent:
+            y = self.routed_expert_up_proj(y)
+        return y + self.shared_down_proj(activation(a, u, self.cfg)) if self.cfg.num_shared_experts else y
+
+    def published(self):
+        """Published tensor name -> the view of our fused and stacked weights that holds it."""
+        down, gate, up = self.in_proj.weight.split(self.sizes)
+        names = {"gate.weight": self.gate.weight, "gate.e_score_correction_bias": self.gate.e_score_correction_bias}
+        if self.latent:
+            names |= {
+                "routed_expert_down_proj.weight": down,
+                "routed_expert_up_proj.weight": self.routed_expert_up_proj.weight,
+            }
+        if self.cfg.latent_moe_use_norm:
+            names |= {"routed_expert_norm.weight": self.routed_expert_norm.weight}
+        if self.cfg.num_shared_experts:
+            shared = {"gate_proj": gate, "up_proj": up, "down_proj": self.shared_down_proj.weight}
+            names |= {f"shared_experts.{name}.weight": w for name, w in shared.items()}
+        return names | {f"experts.{name}": w for name, w in self.experts.published().items()}
