@@ -12,6 +12,8 @@ The routed experts are nearly all of the model's bytes. They stay packed in memo
 4-bit floats a byte and one power-of-two scale for 32 of them; only the experts that a batch uses are unpacked.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -60,27 +62,21 @@ def mxfp4_pack(w):
 
 def mxfp4_unpack(packed, scale, dtype):
     """packed uint8 [..., in/2], scale uint8 [..., in/32] (byte s is 2^(s-127)) -> [..., in] of dtype, exact in bf16 and wider."""
-    pair, power = _tables(dtype, packed.device)
-    values = F.embedding(packed.int(), pair).unflatten(-2, (-1, GROUP // 2))  # [..., in/32, 16, 2]
-    return (values * F.embedding(scale.int(), power)[..., None]).flatten(-3)
+    pairs, powers = _tables(dtype, packed.device)
+    values = pairs.index_select(0, packed.flatten().int()).view(dtype).view(*scale.shape, GROUP)
+    return (values * powers[scale.int()][..., None]).flatten(-2)
 
 
-_TABLES = {}
-
-
+@functools.cache
 def _tables(dtype, device):
-    """Byte -> its two values [256, 2]; scale byte -> its power of two [256, 1]."""
-    if (dtype, device) not in _TABLES:
-        values = torch.tensor(FP4 + tuple(-v for v in FP4), dtype=torch.float64)
-        byte, power = (
-            torch.arange(256),
-            torch.ldexp(torch.ones(256, 1, dtype=torch.float64), torch.arange(256)[:, None] - 127),
-        )
-        power[255] = float("nan")
-        _TABLES[dtype, device] = tuple(
-            t.to(device, dtype) for t in (torch.stack([values[byte & 15], values[byte >> 4]], dim=1), power)
-        )
-    return _TABLES[dtype, device]
+    """Byte -> its two values, as one word of twice dtype's size so that a lookup copies both [256]; scale byte -> power of two [256]."""
+    values = torch.tensor(FP4 + tuple(-v for v in FP4), dtype=torch.float64)
+    byte = torch.arange(256)
+    pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=1).to(device, dtype)
+    powers = torch.ldexp(torch.ones(256, dtype=torch.float64), byte - 127)
+    powers[255] = float("nan")
+    word = {2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]
+    return pairs.view(word).flatten(), powers.to(device, dtype)
 
 
 class Experts(nn.Module):

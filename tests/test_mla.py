@@ -1,0 +1,121 @@
+"""MLA: its two forms against plain attention in float64, and the whole module against the formulas of the spec."""
+
+import pytest
+import torch
+from helpers import norm64, perturb, published64, rel, tiny_config
+
+from cache import Batch
+from mla import MLA, mla_absorbed, mla_expanded
+
+SIZES = dict(h=3, n=16, p=8, r=24, v=12)
+
+
+def attend(q, rows, W_kvb, mask, scale):
+    """Section 4, one query and head at a time, in float64. Shapes as `mla_expanded`; mask [B, T, L]."""
+    q, rows, W_kvb = q.double(), rows.double(), W_kvb.double()
+    r = W_kvb.shape[-1]
+    n = q.shape[-1] - (rows.shape[-1] - r)
+    out = torch.empty(*q.shape[:3], W_kvb.shape[1] - n, dtype=torch.float64)
+    for b, t, h in torch.cartesian_prod(*(torch.arange(size) for size in q.shape[:3])).tolist():
+        seen = rows[b, mask[b, t]]
+        c, k_pe = seen[:, :r], seen[:, r:]
+        k_nope, v = c @ W_kvb[h, :n].T, c @ W_kvb[h, n:].T
+        weights = ((k_nope @ q[b, t, h, :n] + k_pe @ q[b, t, h, n:]) * scale).exp()
+        out[b, t, h] = weights @ v / weights.sum()
+    return out
+
+
+def inputs(B, T, L, dtype, h, n, p, r, v, seed=0):
+    torch.manual_seed(seed)
+    shapes = (B, T, h, n + p), (B, L, r + p), (h, n + v, r)
+    return [torch.randn(s, dtype=torch.float64).to(dtype) * k for s, k in zip(shapes, (1, 1, r**-0.5))]
+
+
+def causal(B, T, L):
+    """The last T of L tokens, each sees itself and what came before."""
+    return (torch.arange(L) <= torch.arange(L - T, L)[:, None]).expand(B, T, L)
+
+
+def ragged(B, T, L):
+    """As in a batch of sequences of different lengths: sequence b has L - 2b tokens."""
+    ends = L - T - 2 * torch.arange(B)[:, None, None] + torch.arange(T)[:, None]
+    return torch.arange(L) <= ends
+
+
+@pytest.mark.parametrize("form", [mla_expanded, mla_absorbed])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("mask_of", [causal, ragged])
+@pytest.mark.parametrize("B, T, L", [(1, 1, 9), (2, 1, 30), (3, 7, 20), (2, 20, 25)])
+def test_forms(form, dtype, limit, mask_of, B, T, L):
+    args, mask = inputs(B, T, L, dtype, **SIZES), mask_of(B, T, L)
+    want = attend(*args, mask, 0.2)
+    assert rel(form(*args, mask, 0.2), want) < limit
+
+
+@pytest.mark.parametrize("T", [1, 2, 33])
+def test_no_mask(T):
+    """Expanded: a whole sequence, causal. Absorbed: every query sees every row."""
+    args = inputs(2, T, T, torch.float32, **SIZES)
+    assert rel(mla_expanded(*args, None, 0.2), attend(*args, causal(2, T, T), 0.2)) < 1e-5
+    assert rel(mla_absorbed(*args, None, 0.2), attend(*args, torch.ones(2, T, T, dtype=torch.bool), 0.2)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("sizes", [SIZES, dict(h=1, n=5, p=3, r=7, v=11), dict(h=4, n=128, p=64, r=100, v=128)])
+def test_expanded_is_absorbed(dtype, limit, sizes):
+    args, mask = inputs(2, 6, 40, dtype, **sizes), ragged(2, 6, 40)
+    assert rel(mla_expanded(*args, mask, 0.1), mla_absorbed(*args, mask, 0.1)) < limit
+
+
+def formula(x, W, cfg, q_eps=1e-6, kv_eps=1e-6):
+    """Section 4 of the spec for one sequence x [T, H]; W: published name -> float64."""
+    h, n, r = cfg.num_attention_heads, cfg.qk_nope_head_dim, cfg.kv_lora_rank
+    if cfg.q_lora_rank:
+        q = norm64(x @ W["q_a_proj.weight"].T, W["q_a_layernorm.weight"], q_eps) @ W["q_b_proj.weight"].T
+    else:
+        q = x @ W["q_proj.weight"].T
+    q = q.view(len(x), h, -1)
+    kv = x @ W["kv_a_proj_with_mqa.weight"].T
+    c, k_pe = norm64(kv[:, :r], W["kv_a_layernorm.weight"], kv_eps), kv[:, r:]
+    k_nope, v = (c @ W["kv_b_proj.weight"].T).view(len(x), h, -1).split([n, cfg.v_head_dim], dim=-1)
+    scores = torch.einsum("thn,lhn->htl", q[..., :n], k_nope) + torch.einsum("thp,lp->htl", q[..., n:], k_pe)
+    scores = scores * q.shape[-1] ** -0.5 + torch.full((len(x), len(x)), -torch.inf).triu(1)
+    o = torch.einsum("htl,lhv->thv", scores.softmax(-1), v).flatten(1)
+    gate = (x @ W["g_proj.weight"].T).sigmoid() if cfg.mla_use_output_gate else 1
+    return (o * gate) @ W["o_proj.weight"].T
+
+
+class Masked(Batch):
+    """Whole sequences whose mask is given as a tensor: with few tokens the module then takes the absorbed form."""
+
+    def read_rows(self, mla_index, seg, rows):
+        return seg.dense(rows), causal(seg.B, seg.T, seg.T)
+
+
+@pytest.mark.parametrize("batch", [Batch, Masked])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("q_rank", [20, None])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("T", [1, 9, 40])
+def test_module(batch, dtype, limit, q_rank, gated, T):
+    cfg = tiny_config(q_lora_rank=q_rank, kv_lora_rank=25, mla_use_output_gate=gated, rms_norm_eps=1e-2)
+    torch.manual_seed(0)
+    module = perturb(MLA(cfg, 0)).to(dtype)
+    assert any(name.startswith("q_a_") for name in module.published()) == bool(q_rank)
+    assert ("g_proj.weight" in module.published()) == gated
+    x = torch.randn(2, T, cfg.hidden_size, dtype=dtype)
+    got = module(x.flatten(0, 1), batch.whole(2, T)).unflatten(0, (2, T))
+    for row, row_in in zip(got, x.double()):
+        assert rel(row, formula(row_in, published64(module), cfg)) < limit
+
+
+@pytest.mark.parametrize("wrong", [dict(q_eps=1e-5), dict(kv_eps=1e-5)])
+def test_latent_norms_use_1e_6(wrong):
+    """With activations around 1e-3 the eps of q_a_layernorm and of kv_a_layernorm each decide the result."""
+    cfg = tiny_config()
+    torch.manual_seed(0)
+    module = perturb(MLA(cfg, 0), scale=0.5)
+    x = 1e-3 * torch.randn(8, cfg.hidden_size)
+    got, W = module(x, Batch.whole(1, 8)), published64(module)
+    assert rel(got, formula(x.double(), W, cfg)) < 1e-5
+    assert rel(got, formula(x.double(), W, cfg, **wrong)) > 1e-2

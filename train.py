@@ -1,0 +1,494 @@
+"""Trains a small Kimi K3 from text files, and measures one.
+
+    python train.py --data train.txt --val val.txt    writes out/: config.json, safetensors, tokenizer.json, README.md
+    python train.py --resume --out out                goes on from out/train.pt, with its settings
+    python train.py --eval out --val val.txt          bits per byte; tokens per cycle of draft and verify
+
+Parts of a run: the main model and the MTP layer learn together; then MTP no longer pulls at the main model, and experts
+are trained as the MXFP4 they will be stored in, while the learning rate falls to 0; then the main model is frozen and
+the MTP layer learns to say what it would say. So nothing is left to quantize or to distill at the end.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import tokenizers
+import torch
+import torch.nn.functional as F
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from torch import nn
+from torch.nn.utils import parametrize
+from tqdm import tqdm
+
+import attnres
+import kda
+import moe
+from cache import Batch
+from model import K3, K3Config
+from tokenizer import CONTROL_SLOTS, SPLIT_PATTERN, Tokenizer
+
+# ---------------------------------------------------------------- settings: each is a flag too, as --quant-from
+DATA = []  # text files to train on
+VAL = []  # held-out text files, never trained on
+OUT = "out"  # folder to write
+RESUME = False  # go on from train.pt in the out folder
+EVAL = ""  # only measure the checkpoint in this folder
+SOURCES = ""  # text file that lists where the data comes from, copied into the model card
+CARD_DATA = ""  # a sentence about the data, for the model card
+STEPS = 3000  # optimizer steps
+BATCH = 64  # sequences a step
+SEQ = 512  # tokens a sequence
+LR = 2e-3  # peak learning rate of AdamW
+WARMUP = 100  # steps up to the peak
+DECAY = 0.4  # last fraction of the main model's steps, in which the rate falls linearly to 0
+WEIGHT_DECAY = 0.1  # of matrices; norms, biases, gates, convolutions and the embedding have none
+CLIP = 1.0  # largest norm of the gradient
+BIAS_RATE = 1e-3  # by how much a step moves the router bias of an expert that is used too much or too little
+QUANT_FROM = 0.7  # fraction of the steps after which experts are rounded to MXFP4 in every forward pass
+DRAFT_STEPS = 3  # how many tokens the MTP layer learns to draft in a chain; 0: no MTP layer
+MTP_WEIGHT = 0.3  # weight of its loss beside the next-token loss
+MTP_DISTILL = True  # its targets are the main model's distributions, not the text: drafts count when that model agrees
+MTP_DETACH = 0.7  # fraction of the steps after which its loss no longer reaches the main model's layers
+MTP_ONLY = 0.15  # last fraction of the steps, in which the main model is frozen: cheap, and more drafts are accepted
+MTP_LR = 1e-3  # learning rate at the start of that part, falling linearly to 0
+SEED = 1337  # of the weights and of the order of the data
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where to train and to measure
+DTYPE = "auto"  # of matrix products in training: bfloat16 on cuda, float32 elsewhere; weights are float32 always
+COMPILE = False  # torch.compile KDA, attention residuals and activations: a slow start, faster steps
+MINUTES = 0.0  # save and stop after so many minutes, to be resumed; 0: no limit
+LOG_EVERY = 20  # steps between two rows of history.json
+EVAL_EVERY = 250  # steps between two measurements of held-out text (its first 64 SEQ tokens; at the end all)
+SAVE_EVERY = 500  # steps between two writes of train.pt
+EVAL_PROMPTS = 64  # held-out prompts of 128 tokens, continued by 64, that give tokens per cycle
+BPE_SIZE = 1792  # byte-level BPE tokens; 256 control slots come on top
+# The model, under the names of config.json; flags too. Every fourth layer and the last are MLA, as in K3.
+MODEL = {"hidden_size": 192, "num_hidden_layers": 9, "attn_res_block_size": 3, "intermediate_size": 576}
+MODEL |= {"num_attention_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 128}
+MODEL |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+MODEL |= {"num_experts": 32, "num_experts_per_token": 4, "num_shared_experts": 2}
+MODEL |= {"moe_intermediate_size": 96, "routed_expert_hidden_size": 128}  # multiples of 32, for MXFP4
+KDA = {"num_heads": 3, "head_dim": 64, "short_conv_kernel_size": 4}  # in linear_attn_config
+
+# ---------------------------------------------------------------- data
+# offset of a control slot -> its name, as in the released tokenizer
+CONTROL = {0: "[BOS]", 1: "[EOS]", 2: "<|end_of_msg|>", 3: "<|open|>", 4: "<|close|>", 5: "<|sep|>"}
+CONTROL |= {6: "[start_header_id]", 7: "[end_header_id]", 9: "[EOT]", 18: "<|media_begin|>", 19: "<|media_content|>"}
+CONTROL |= {20: "<|media_end|>", 21: "<|media_pad|>", 254: "[UNK]", 255: "[PAD]"}
+
+
+def read(files):
+    """Text files -> their texts, with a blank line between."""
+    try:
+        return "\n\n".join(Path(file).read_text(encoding="utf-8") for file in files)
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{', '.join(files)}: not UTF-8 text ({e})") from None
+
+
+def paragraphs(text):
+    return re.split(r"(?<=\n\n)(?=\S)", text)  # no token crosses these cuts, and one long string would be slow to encode
+
+
+def train_tokenizer(text, size):
+    """Byte-level BPE of at most `size` tokens (256 bytes and merges), split as K3 splits; then 256 control slots."""
+    bpe = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex("|".join(SPLIT_PATTERN)), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence([split, to_bytes]), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(paragraphs(text), trainer)
+    n = bpe.get_vocab_size()
+    names = [CONTROL.get(i, f"<|reserved_token_{n + i}|>") for i in range(CONTROL_SLOTS)]
+    bpe.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
+    return bpe
+
+
+def encode(tokenizer, text, device):
+    """text -> ids [n] int32."""
+    ids = [i for paragraph in paragraphs(text) for i in tokenizer.encode(paragraph)]
+    return torch.tensor(ids, dtype=torch.int32, device=device)
+
+
+def batch(data, step, opt):
+    """Random windows of data [n] -> x, y [B, T] int64, y the token after each x. They depend on the step and the seed
+    alone, so a resumed run reads what an uninterrupted one would."""
+    order = torch.Generator().manual_seed(opt.seed * 1_000_003 + step)
+    start = torch.randint(len(data) - opt.seq, (opt.batch, 1), generator=order).to(data.device, non_blocking=True)
+    window = data[start + torch.arange(opt.seq + 1, device=data.device)].long()
+    return window[:, :-1], window[:, 1:]
+
+
+# ---------------------------------------------------------------- model
+
+
+def config(opt, vocab):
+    """The K3Config that the settings describe, for a vocabulary of `vocab` ids."""
+    for name in ("moe_intermediate_size", "routed_expert_hidden_size"):
+        if getattr(opt, name) % moe.GROUP:
+            raise ValueError(f"{name} is {getattr(opt, name)}; MXFP4 needs a multiple of {moe.GROUP}")
+    layers = range(1, opt.num_hidden_layers + 1)
+    full = [n for n in layers if n % 4 == 0 or n == len(layers)]
+    linear = {name: getattr(opt, name) for name in KDA} | {"use_full_rank_gate": True, "gate_lower_bound": -5.0}
+    linear |= {"full_attn_layers": full, "kda_layers": [n for n in layers if n not in full]}
+    at = {name: vocab - CONTROL_SLOTS + offset for offset, name in CONTROL.items()}
+    ids = {"bos_token_id": at["[BOS]"], "eos_token_id": at["<|end_of_msg|>"], "pad_token_id": at["[PAD]"]}
+    rest = {"vocab_size": vocab, "num_nextn_predict_layers": int(opt.draft_steps > 0), "linear_attn_config": linear}
+    return K3Config(**{name: getattr(opt, name) for name in MODEL}, **ids, **rest)
+
+
+class FakeMXFP4(nn.Module):
+    """Parametrization: a float32 weight reads as what MXFP4 makes of it; its gradient passes straight through.
+
+    Equal to mxfp4_unpack(*mxfp4_pack(w)) for groups whose largest magnitude is 0 or at least 2^-124, and fast.
+    """
+
+    def forward(self, w):
+        """w [..., in] -> the same shape, rounded."""
+        with torch.no_grad():
+            groups = w.unflatten(-1, (-1, moe.GROUP))
+            # amax = 1.m 2^e: scale 2^(e-2), or twice that where 1.m > 1.5 (amax > 6 scale); read off the float's bits
+            bits = groups.abs().amax(-1, keepdim=True).view(torch.int32)
+            scale = ((((bits + 0x3FFFFF) >> 23) - 2).clamp(min=1) << 23).view(torch.float32)
+            x = groups / scale
+            gap = 0.5 * (1.0 + (x.abs() >= 2)) * (1.0 + (x.abs() >= 4))  # between neighbours in FP4: 0.5, 1, 2
+            rounded = ((x / gap).round() * gap * scale).flatten(-2)  # ties to even
+        return w + (rounded - w).detach()  # exactly `rounded`, which is 0 or within a factor of 2 of w
+
+
+def quantize(model, on):
+    """Puts FakeMXFP4 on all expert stacks, or takes it off and leaves the rounded values; same Parameter objects."""
+    for (_, experts), name in itertools.product(model.expert_stacks(), ("w13", "w2")):
+        if on and not parametrize.is_parametrized(experts, name):
+            parametrize.register_parametrization(experts, name, FakeMXFP4())
+        elif not on and parametrize.is_parametrized(experts, name):
+            parametrize.remove_parametrizations(experts, name, leave_parametrized=True)
+
+
+# ---------------------------------------------------------------- loss, optimizer, balance
+
+
+def losses(model, x, y, opt, detach=False, frozen=False):
+    """x, y [B, T] int64, y the token after each x -> next-token loss, MTP loss: 0-dim float32, nats per token.
+
+    Draft step j reads the x of step j-1 where the first reads h, so that the MTP layer learns to draft on from its own
+    output. Row t of step j predicts y[t+j]. The MTP loss is the mean over the steps.
+    """
+    with torch.set_grad_enabled(not frozen):
+        logits, hidden = model(x, return_hidden=True)
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    target = logits.detach().softmax(-1) if opt.mtp_distill and opt.draft_steps else y
+    hidden, mtp = hidden.detach() if detach else hidden, torch.zeros_like(loss)
+    for j in range(1, opt.draft_steps + 1):
+        draft, hidden = model.mtp_logits(x[:, j - 1 :], hidden, return_hidden=True)
+        mtp = mtp + F.cross_entropy(draft.flatten(0, 1), target[:, j:].flatten(0, 1)) / opt.draft_steps
+    return loss, mtp
+
+
+def learning_rate(step, opt):
+    """Warm-up, constant, linear to 0 (WSD, arXiv 2404.06395); then linear from MTP_LR to 0 for the MTP layer alone."""
+    end = opt.main_steps
+    if step >= end:
+        return opt.mtp_lr * (opt.steps - step) / (opt.steps - end)
+    return opt.lr * min(1, (step + 1) / max(1, opt.warmup), (end - step) / max(1, opt.decay * end))
+
+
+def make_optimizer(model, opt):
+    """AdamW over all parameters, with weight decay on matrices only."""
+    decayed, plain = [], []
+    for name, p in model.named_parameters():
+        matrix = p.ndim >= 2 and 1 not in p.shape and "conv" not in name and "embed" not in name
+        (decayed if matrix else plain).append(p)
+    groups = [{"params": decayed, "weight_decay": opt.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=opt.lr, betas=(0.9, 0.95), fused=decayed[0].is_cuda)
+
+
+def watch_routers(model):
+    """Returns the routers, which now count in `load` [E] how many tokens chose each expert, in training mode."""
+
+    def count(router, args, output):  # on the device; bincount would make the host wait in every layer
+        if router.training:
+            ids = output[0].flatten()
+            router.load.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+
+    routers = [m for m in model.modules() if isinstance(m, moe.Router)]
+    for router in routers:
+        router.load = torch.zeros(len(router.weight), device=router.weight.device)
+        router.register_forward_hook(count)
+    return routers
+
+
+def balance(routers, rate):
+    """Moves router biases one step against the loads and zeroes these -> largest / mean load of the worst layer, 0-dim.
+
+    Only the sign counts, and no loss term disturbs the model (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
+    loads = torch.stack([router.load for router in routers])
+    mean = loads.mean(1, keepdim=True)
+    for router, move in zip(routers, rate * (mean - loads).sign()):
+        if router.weight.requires_grad:  # a frozen model keeps its choices
+            router.e_score_correction_bias += move
+        router.load.zero_()
+    return (loads / mean).max()
+
+
+# ---------------------------------------------------------------- the loop
+
+
+def train(opt):
+    """Trains until STEPS or MINUTES -> model, history, finished. OUT then has tokenizer.json, train.pt, history.json."""
+    began, device, out = time.monotonic(), torch.device(opt.device), Path(opt.out)
+    text, held_out = read(opt.data), read(opt.val)
+    out.mkdir(parents=True, exist_ok=True)
+    if not opt.resume:
+        train_tokenizer(text, opt.bpe_size).save(str(out / "tokenizer.json"))
+    tokenizer = Tokenizer.from_pretrained(out)
+    data, val = encode(tokenizer, text, device), encode(tokenizer, held_out, device)
+    if len(data) <= opt.seq:
+        raise ValueError(f"the data has {len(data)} tokens, a sequence takes {opt.seq + 1}; give more, or lower --seq")
+    slice_ = val[: 64 * opt.seq]
+    slice_bytes = len(held_out.encode()) * len(slice_) / len(val)
+
+    torch.manual_seed(opt.seed)
+    model = K3(config(opt, tokenizer.vocab_size)).to(device).train()
+    optimizer, routers = make_optimizer(model, opt), watch_routers(model)
+    first, history, sums = 0, [], torch.zeros(3, device=device)  # sums since the last row: loss, MTP loss, balance
+    if opt.resume:
+        saved = torch.load(out / "train.pt", map_location=device, weights_only=True)
+        first, history, sums = saved["step"], saved["history"], saved["sums"]
+        quantize(model, on=first > opt.quant_from * opt.steps)  # before loading: it renames parameters
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    if opt.compile:  # pieces that are many small operations; __wrapped__: without the count of calls
+        kda.kda_chunked = torch.compile(kda.kda_chunked)
+        attnres.attnres_mix = torch.compile(attnres.attnres_mix.__wrapped__)
+        moe.activation = torch.compile(moe.activation, dynamic=True)
+    half = opt.dtype == "bfloat16" or (opt.dtype == "auto" and device.type == "cuda")
+    cast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=half)
+
+    bar = tqdm(range(first, opt.steps), initial=first, total=opt.steps, unit=" steps")
+    clock, logged, bits = time.monotonic(), first, math.nan
+    for step in bar:
+        frozen = step >= opt.main_steps
+        if step >= opt.quant_from * opt.steps:
+            quantize(model, on=True)
+        if frozen:
+            for name, p in model.named_parameters():
+                p.requires_grad &= name.startswith("mtp.")
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, opt)
+
+        x, y = batch(data, step, opt)
+        with cast(), parametrize.cached():  # cached: experts are rounded once a step, not at every use
+            loss, mtp = losses(model, x, y, opt, step >= opt.mtp_detach * opt.steps, frozen)
+        optimizer.zero_grad()
+        (mtp if frozen else loss + opt.mtp_weight * mtp).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), opt.clip)
+        optimizer.step()
+        # Sums stay on the device: to read them in every step would make the host wait for it.
+        sums += torch.stack([loss.detach(), mtp.detach(), balance(routers, opt.bias_rate)])
+
+        done, last = step + 1, step + 1 == opt.steps
+        measure = last or done % opt.eval_every == 0
+        if measure or done % opt.log_every == 0:
+            loss, mtp, worst = (sums / (done - (history[-1]["step"] if history else 0))).tolist()
+            sums.zero_()
+            if not math.isfinite(loss + mtp):
+                raise ValueError(f"the loss is {loss} at step {done}; start again with a lower --lr than {opt.lr:g}")
+            tokens, lr, now = opt.batch * opt.seq, learning_rate(step, opt), time.monotonic()
+            speed, clock, logged = (done - logged) * tokens / (now - clock), now, done
+            row = {"step": done, "tokens": done * tokens, "epochs": done * tokens / len(data), "loss": loss}
+            row |= {"mtp_loss": mtp, "balance": worst, "lr": lr, "tokens_per_second": speed}
+            if measure:  # uncompiled: these shapes are not those of training
+                with cast(), torch.compiler.set_stance("force_eager"), parametrize.cached():
+                    row["val"] = bits = bits_per_byte(model.eval(), slice_, slice_bytes, opt.seq)
+                model.train()
+            history.append(row)
+            text = f"loss {loss:.3f} mtp {mtp:.3f} val {bits:.3f} bits/byte balance {worst:.2f} lr {lr:.1e}"
+            bar.set_postfix_str(f"{text} {speed:,.0f} tokens/s")
+        late = opt.minutes and time.monotonic() - began > 60 * opt.minutes
+        if last or late or done % opt.save_every == 0:
+            state = {"step": done, "history": history, "sums": sums, "settings": vars(opt)}
+            state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, out / "train.pt.part")
+            os.replace(out / "train.pt.part", out / "train.pt")  # whole or not at all
+            (out / "history.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
+        if late and not last:
+            print(f"stopped at step {done} of {opt.steps}; to go on: python train.py --resume --out {out}")
+            return model, history, False
+    return model, history, True
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+@torch.no_grad()
+def bits_per_byte(model, ids, size, seq):
+    """ids [n] of a text of `size` bytes -> bits per byte. Windows of seq tokens, the half window before as context.
+
+    The first token, which nothing predicts, costs log2 V.
+    """
+    score = torch.arange(0, len(ids), seq, device=ids.device)[:, None]  # where each window begins
+    target = (score - seq // 2).clamp(min=0) + torch.arange(1, seq // 2 + seq + 1, device=ids.device)
+    counts = (target >= score) & (target < score + seq) & (target < len(ids))
+    padded = F.pad(ids.long(), (0, 2 * seq))
+    nats = torch.full((), math.log(model.cfg.vocab_size), dtype=torch.float64, device=ids.device)
+    for t, c in zip(target.split(16), counts.split(16)):
+        loss = F.cross_entropy(model(padded[t - 1]).flatten(0, 1), padded[t].flatten(), reduction="none")
+        nats += loss.double()[c.flatten()].sum()
+    return nats.item() / math.log(2) / size
+
+
+@torch.no_grad()
+def tokens_per_cycle(model, prompts, new, drafts):
+    """Plain speculative decoding at temperature 0: whole sequences every time, no cache.
+
+    A cycle: the MTP layer drafts, the main model reads the drafts, keeps them while it agrees, then adds its own token.
+    prompts [B, C] int64, continued by `new` >= 2 tokens -> tokens per cycle, shares of cycles that kept draft 1, 2, ...
+    """
+    ids = F.pad(prompts, (0, new + drafts))
+    n = torch.full_like(ids[:, 0], prompts.shape[1])  # known tokens of each sequence; drafts stand after them
+    kept = []
+    for cycle in itertools.count():
+        logits, hidden = model(ids[:, : int(n.max()) + drafts], return_hidden=True)
+        at = n[:, None] + torch.arange(drafts + 1, device=ids.device)
+        greedy = logits.argmax(-1).gather(1, at - 1)  # [B, drafts + 1]: what the main model says at n, n + 1, ...
+        agree = (greedy[:, :-1] == ids.gather(1, at[:, :-1])).cumprod(1).sum(1)
+        if cycle == 0:
+            agree.zero_()  # no drafts yet: the prompt alone gives a token, and that is no cycle
+        else:
+            kept.append(agree)
+        ids.scatter_(1, at, greedy)
+        n = n + agree + 1
+        live = n < prompts.shape[1] + new
+        if not live.any():
+            break
+        ids, n, hidden = ids[live], n[live], F.pad(hidden[live], (0, 0, 0, drafts))
+        T, row = int(n.max()) + drafts, torch.arange(len(n), device=ids.device)
+        for t in range(-2, drafts - 2):  # row n + t: the h there (of a drafted token: x) and the token after it
+            x = model.mtp_hidden(ids[:, 1:T].flatten(), hidden[:, : T - 1].flatten(0, 1), Batch.whole(len(n), T - 1))
+            x = x.unflatten(0, (len(n), T - 1))[row, n + t]
+            ids[row, n + t + 2] = model.mtp_head(x).argmax(-1)
+            hidden[row, n + t + 1] = x
+    kept = torch.cat(kept)
+    return 1 + kept.double().mean().item(), [(kept > j).double().mean().item() for j in range(drafts)]
+
+
+def evaluate(folder, opt):
+    """Measures a saved checkpoint in float32 on all of VAL -> {what: text}; prints it."""
+    model = K3.from_pretrained(folder, dtype=torch.float32, device=opt.device, progress=False)
+    text = read(opt.val)
+    ids, size = encode(Tokenizer.from_pretrained(folder), text, opt.device), len(text.encode())
+    if len(ids) < 128:
+        raise ValueError(f"{', '.join(opt.val)}: {len(ids)} tokens; a prompt alone takes 128, give more text")
+    found = {"held-out bits per byte": f"{bits_per_byte(model, ids, size, opt.seq):.4f} (of {size:,} bytes)"}
+    if model.mtp and opt.draft_steps:
+        start = torch.linspace(0, len(ids) - 128, opt.eval_prompts, device=ids.device).long()
+        prompts = ids[start[:, None] + torch.arange(128, device=ids.device)].long()
+        tokens, accepted = tokens_per_cycle(model, prompts, 64, opt.draft_steps)
+        found["tokens per cycle"] = f"{tokens:.3f} (drafts accepted: {', '.join(f'{a:.1%}' for a in accepted)})"
+    print("\n".join(f"{name}: {value}" for name, value in found.items()))
+    return found
+
+
+# ---------------------------------------------------------------- the end
+
+
+def export(model, out):
+    """Writes the model to the folder `out`: experts as MXFP4, the rest bfloat16 where from_pretrained has it narrow."""
+    quantize(model, on=False)
+    with tempfile.TemporaryDirectory(dir=out) as tmp:
+        model.save_pretrained(tmp, mxfp4=True, mtp_copies=False)
+        K3.from_pretrained(tmp, dtype=torch.bfloat16, progress=False).save_pretrained(out, mtp_copies=False)
+
+
+def plot(history, path):
+    """Draws the losses, where matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure  # an optional extra
+    except ImportError:
+        return print(f'no {path.name}: it needs matplotlib; pip install -e ".[plots]"')
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots()
+    for key, label in (("loss", "next token, nats"), ("mtp_loss", "MTP, nats"), ("val", "held-out, bits per byte")):
+        rows = [row for row in history if key in row]
+        axes.plot([row["step"] for row in rows], [row[key] for row in rows], label=label)
+    axes.set(xlabel="step", yscale="log")
+    axes.legend()
+    figure.savefig(path)
+
+
+def model_card(model, opt, history, found):
+    """The README.md of the checkpoint in OUT. found: of evaluate."""
+    cfg, last, mtp = model.cfg, history[-1], f"model.layers.{model.cfg.num_hidden_layers}."
+    size = {name: w.numel() for name, w in model.published().items()}
+    used = {name: n for name, n in size.items() if not name.startswith((mtp, "model.embed_tokens"))}
+    idle = sum(n for name, n in used.items() if ".experts." in name) * (1 - cfg.num_experts_per_token / cfg.num_experts)
+    files = sum(file.stat().st_size for file in Path(opt.out).glob("*.safetensors"))
+    rows = {"parameters": f"{sum(size.values()):,}, the MTP layer's included"}
+    rows |= {"used per token": f"{sum(used.values()) - round(idle):,}, without the embedding and the MTP layer"}
+    rows |= {"weights on disk": f"{files:,} bytes: routed experts MXFP4, the rest bfloat16"}
+    rows |= {"trained on": f"{last['tokens']:,} tokens, {last['epochs']:.1f} epochs"}
+    rows |= {"training loss at the end": f"{last['loss']:.4f} nats per token"} | found
+    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    sources = read([opt.sources]) if opt.sources else f"{sum(os.path.getsize(f) for f in opt.data):,} bytes of text."
+    about = "A language model with the architecture of Kimi K3, trained from scratch by train.py; no weights of the "
+    about += f"released model are in it. License: Apache-2.0.\n\n{table}\n\n## Data\n\n{opt.card_data}\n\n"
+    about += f"{sources.lstrip('#')}\n\n## Made by\n\n```\n{opt.command}\n```\n"
+    return f"---\nlicense: apache-2.0\n---\n\n# A small Kimi K3\n\n{about}"
+
+
+def settings(argv):
+    """Command line -> Namespace of all settings: a flag first, then (with --resume) train.pt, then the constants."""
+    parser = argparse.ArgumentParser("train.py", None, __doc__, argument_default=argparse.SUPPRESS)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    help_ = dict(re.findall(r"^([A-Z_]+) = .*?  # (.*)$", Path(__file__).read_text(encoding="utf-8"), re.M))
+    defaults = {name.lower(): globals()[name] for name in help_ if name != "KDA"} | MODEL | KDA
+    kinds = {bool: {"action": argparse.BooleanOptionalAction}, list: {"nargs": "+", "action": "extend"}}
+    for name, value in defaults.items():
+        kind = kinds.get(type(value), {"type": type(value), "metavar": type(value).__name__.upper()})
+        text = f"{help_.get(name.upper(), 'as in config.json')} [{value}]".replace("%", "%%")
+        parser.add_argument(f"--{name.replace('_', '-')}", help=text, **kind)
+    given, saved = vars(parser.parse_args(argv)), {}
+    if given.get("resume"):
+        file = Path(given.get("out", OUT)) / "train.pt"
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: nothing to resume; a run writes it every --save-every steps")
+        if given.keys() & (MODEL.keys() | KDA.keys() | {"bpe_size"}):
+            raise ValueError("--resume: the sizes of the model are those of the run; leave their flags out")
+        saved = torch.load(file, map_location="cpu", weights_only=True)["settings"] | {"minutes": MINUTES}
+    shown = [Path(a).name if os.path.exists(a) else a for a in argv]  # folders of this machine say nothing to a reader
+    opt = argparse.Namespace(**defaults | {"command": shlex.join(["python", "train.py", *shown])} | saved | given)
+    opt.main_steps = opt.steps - round(opt.mtp_only * opt.steps) * bool(opt.draft_steps)  # then the MTP layer's begin
+    return opt
+
+
+def main(argv=None):
+    try:
+        opt = settings(sys.argv[1:] if argv is None else argv)
+        if not opt.val or not (opt.data or opt.eval):
+            raise ValueError("give --data FILE, to train on, and --val FILE, held out; or --eval FOLDER and --val FILE")
+        if opt.eval:
+            return evaluate(opt.eval, opt)
+        model, history, finished = train(opt)
+        if finished:
+            export(model, Path(opt.out))
+            plot(history, Path(opt.out) / "loss.png")
+            card = model_card(model, opt, history, evaluate(opt.out, opt))
+            (Path(opt.out) / "README.md").write_text(card, encoding="utf-8")
+    except (ValueError, OSError) as e:
+        print(f"train.py: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
