@@ -110,15 +110,17 @@ def test_split_anywhere_is_one_shot(gate):
 
 @pytest.mark.parametrize("form", [kda_recurrent, kda_chunked])
 @pytest.mark.parametrize("gate", GATES)
-def test_gradients(form, gate):
-    args = [x.double().requires_grad_() for x in inputs(70, gate, B=1, h=2, d=6)]
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-4), (torch.float64, 1e-9)])
+def test_gradients(form, gate, dtype, limit):
+    """In float32 also finite: an overflow that the result masks out would come back as 0 * inf."""
+    args = [x.to(dtype).requires_grad_() for x in inputs(70, gate, B=1, h=2, d=6)]
     weights = torch.randn(70, 2, 6, dtype=torch.float64), torch.randn(2, 6, 6, dtype=torch.float64)
     grads = []
     for o, S in (form(*args), oracle(*args)):
         S = S[-1] if S.ndim == 5 else S
         grads.append(torch.autograd.grad((o * weights[0]).sum() + (S * weights[1]).sum(), args))
     for got, want in zip(*grads):
-        assert got.isfinite().all() and (got - want).norm() < 1e-9 * want.norm() + 1e-13
+        assert got.isfinite().all() and (got - want).norm() < limit * (want.norm() + 1e-2)
 
 
 @pytest.mark.parametrize("K", [2, 4, 5])

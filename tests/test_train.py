@@ -1,4 +1,4 @@
-"""train.py on a micro model: it learns, resumes exactly, stores what it trained, and measures what it says it measures."""
+"""train.py on a micro model: it learns, resumes exactly, stores what it trained, measures what it says."""
 
 import copy
 import itertools
@@ -161,10 +161,12 @@ def test_tokenizer(trained):
 def test_balance_evens_the_loads():
     torch.manual_seed(0)
     cfg = train.config(train.settings(SIZES.split()), 600)
-    layer = torch.nn.ModuleList([moe.Router(cfg), moe.Router(cfg)]).train()
+    routers = [moe.Router(cfg), moe.Router(cfg)]
     with torch.no_grad():
-        layer[0].weight[2] += 0.5  # inputs have a common part, so one expert is everyone's favourite
-    routers = train.watch_routers(layer)
+        routers[0].weight[2] += 0.5  # inputs have a common part, so one expert is everyone's favourite
+    for router in routers:
+        router.load = torch.zeros(6)
+        router.register_forward_hook(train.count_load)
     worst = []
     for step in range(200):
         x = torch.randn(256, 32) + 0.5
@@ -174,15 +176,16 @@ def test_balance_evens_the_loads():
         worst.append(train.balance(routers, 0.01 if step < 150 else 0.001).item())
         assert all((router.load == 0).all() for router in routers)
     assert worst[0] > 2.5 and max(worst[-20:]) < 1.3
-    layer[0].weight.requires_grad_(False)
+    routers[0].weight.requires_grad_(False)
     kept, moved = (router.e_score_correction_bias.clone() for router in routers)
     for router in routers:
         router(x)
     train.balance(routers, 0.01)
-    assert torch.equal(kept, layer[0].e_score_correction_bias) and not torch.equal(moved, layer[1].e_score_correction_bias)
-    layer.eval()
-    layer[0](x)
-    assert layer[0].load.sum() == 0, "measuring must not count"
+    assert torch.equal(routers[0].e_score_correction_bias, kept)
+    assert not torch.equal(routers[1].e_score_correction_bias, moved)
+    routers[0].eval()
+    routers[0](x)
+    assert routers[0].load.sum() == 0, "measuring must not count"
 
 
 @torch.no_grad()
@@ -206,7 +209,7 @@ def one_by_one(model, prompt, new, drafts):
     return kept
 
 
-def test_tokens_per_cycle_counts_what_one_by_one_decoding_keeps(trained):
+def test_drafts_kept_are_those_of_one_by_one_decoding(trained):
     model, _, _, _, ids = trained
     model = copy.deepcopy(model)
     with torch.no_grad():  # a worse drafter, so that some drafts are kept and some are not
@@ -215,10 +218,8 @@ def test_tokens_per_cycle_counts_what_one_by_one_decoding_keeps(trained):
     prompts = torch.stack([ids[i : i + 20] for i in (0, 33, 101, 170)])
     for drafts in (3, 1):
         kept = [k for prompt in prompts.tolist() for k in one_by_one(model, prompt, 16, drafts)]
-        speed, accepted = train.tokens_per_cycle(model, prompts, 16, drafts)
-        assert speed == pytest.approx(1 + sum(kept) / len(kept))
-        assert accepted == pytest.approx([sum(k > j for k in kept) / len(kept) for j in range(drafts)])
-        assert 0 < accepted[-1] < 1, "the case says nothing: all or no drafts were accepted"
+        assert sorted(kept) == sorted(train.drafts_kept(model, prompts, 16, drafts).tolist())
+        assert {0, drafts} <= set(kept), "the case says little: all or no drafts were kept"
 
 
 @torch.no_grad()
@@ -247,7 +248,7 @@ def test_command_line(texts, tmp_path, capsys):
     train.main([*texts, "--out", out, *SIZES.split(), *extra])
     printed = capsys.readouterr().out
     card = (Path(out) / "README.md").read_text(encoding="utf-8")
-    for wanted in ("apache-2.0", "Made up.", "Foxes and kings.", "--data train.txt", "tokens per cycle", "bits per byte"):
+    for wanted in ("apache-2.0", "Made up.", "Foxes and kings.", "--data train.txt", "tokens per cycle", "bits per"):
         assert wanted in card
     assert str(tmp_path) not in card
     assert {"config.json", "model.safetensors", "tokenizer.json", "history.json", "train.pt"} <= {
