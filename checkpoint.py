@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 from tqdm import tqdm
 
-from moe import mxfp4_pack, mxfp4_unpack
+from mla import FP8_SCALES, MLA
+from moe import MoE, mxfp4_pack, mxfp4_unpack
 
 INDEX = "model.safetensors.index.json"
 OTHER_TOWERS = ("vision_tower.", "mm_projector.")
@@ -111,6 +112,7 @@ def load(model, path, device="cpu", progress=True):
         tqdm.write(f"{path}: skipped {skipped} tensors of the vision towers", file=os.sys.stderr)
 
     hold_packed(model, sources)
+    hold_scales(model, sources)
     copies = copy_names(model)
     wanted = {name: tuple(view.shape) for name, view in model.published().items()}
     optional = {f"model.layers.{model.cfg.num_hidden_layers}.{n}" for n in INERT} if model.mtp else set()
@@ -158,14 +160,23 @@ INERT = [f"{mix}_{part}.weight" for mix in ("self_attention_res", "mlp_res") for
 
 def hold_packed(model, sources):
     """Gives every expert stack whose tensors all come as MXFP4 pairs its packed form, so that it stays packed in memory."""
-    for prefix, experts in model.expert_stacks():
+    stacks = ((p, layer.ffn.experts) for p, layer in model.decoder_layers() if isinstance(layer.ffn, MoE))
+    for prefix, experts in stacks:
         for stack, parts in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             w = getattr(experts, stack)
-            names = [f"{prefix}{e}.{part}.weight" for e in range(w.shape[0]) for part in parts]
+            names = [f"{prefix}block_sparse_moe.experts.{e}.{part}.weight" for e in range(w.shape[0]) for part in parts]
             if all(n not in sources and f"{n}_packed" in sources and f"{n}_scale" in sources for n in names):
                 E, out, width = w.shape
                 bytes_ = (torch.empty(E, out, width // n, dtype=torch.uint8, device="meta") for n in (2, 32))
                 experts.set_packed(stack, *bytes_)
+
+
+def hold_scales(model, sources):
+    """Gives MLA layers the FP8 scales that the checkpoint ships for their cached rows."""
+    for prefix, layer in model.decoder_layers():
+        for name in FP8_SCALES if isinstance(layer.self_attn, MLA) else ():
+            if f"{prefix}self_attn.{name}" in sources:
+                setattr(layer.self_attn, name, nn.Parameter(torch.empty(1, device="meta"), requires_grad=False))
 
 
 def copy_names(model):

@@ -19,6 +19,7 @@ import kernels
 from attnres import RMSNorm
 
 ABSORB = 16  # up to this many queries a sequence use the absorbed form
+FP8_SCALES = ("latent_scale", "key_scale")
 LATENT_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm only; every other norm uses rms_norm_eps
 
 
@@ -71,6 +72,7 @@ class MLA(nn.Module):
         self.kv_a_layernorm = RMSNorm(self.rank, LATENT_EPS)
         self.kv_b_proj = nn.Linear(self.rank, self.heads * (cfg.qk_nope_head_dim + self.v_dim), bias=False)
         self.o_proj = nn.Linear(inner, cfg.hidden_size, bias=False)
+        self.latent_scale = self.key_scale = None  # [1] each, for rows stored in FP8, where the checkpoint ships them
 
     def forward(self, x, batch):
         """x [N, H], the rows of all sequences in `batch` one after another -> [N, H]. Writes their latent rows, reads the history."""
@@ -80,17 +82,23 @@ class MLA(nn.Module):
         q = q.unflatten(-1, (self.heads, self.qk_dim))
         c, k_pe = kv.split([self.rank, self.pe], dim=-1)
         rows = torch.cat([self.kv_a_layernorm(c), k_pe], dim=-1)
-        batch.write_rows(self.index, rows)
+        scale = self.row_scale(rows)
+        batch.write_rows(self.index, rows, scale)
 
         W_kvb = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
         out = []
         for seg in batch.segments:
-            history, mask = batch.read_rows(self.index, seg, rows)
+            history, mask = batch.read_rows(self.index, seg, rows, scale)
             # mask None: a whole sequence is causal, a lone last token sees everything
             form = mla_absorbed if seg.T <= ABSORB and not (mask is None and seg.T > 1) else mla_expanded
             out.append(form(seg.dense(q), history, W_kvb, mask, self.qk_dim**-0.5).flatten(0, 1))
         o = torch.cat(out).flatten(1)
         return self.o_proj(o * gate.sigmoid() if self.gated else o)
+
+    def row_scale(self, rows):
+        """What a row is divided by before it is stored in FP8: [r + p], one number for the latent and one for the shared key."""
+        parts = ((self.latent_scale, self.rank), (self.key_scale, self.pe))
+        return torch.cat([rows.new_ones(n) if s is None else s.to(rows).expand(n) for s, n in parts])
 
     def published(self):
         """Published tensor name -> the view of our fused weights that holds it."""
@@ -106,4 +114,5 @@ class MLA(nn.Module):
             names |= {"q_proj": q}
         names |= {"g_proj": gate} if self.gated else {}
         names |= {"o_proj": self.o_proj.weight}
-        return {f"{name}.weight": w for name, w in names.items()}
+        scales = {name: getattr(self, name) for name in FP8_SCALES if getattr(self, name) is not None}
+        return {f"{name}.weight": w for name, w in names.items()} | scales

@@ -365,11 +365,10 @@ class K3(nn.Module):
             names |= {f"model.layers.{n}.{name}": w for name, w in layer.published().items()}
         return names
 
-    def expert_stacks(self):
-        """Yields (published prefix, Experts) of every MoE layer, the MTP layer's last."""
-        for n, layer in enumerate([*self.layers, *([self.mtp.layer] if self.mtp else [])]):
-            if isinstance(layer.ffn, MoE):
-                yield f"model.layers.{n}.block_sparse_moe.experts.", layer.ffn.experts
+    def decoder_layers(self):
+        """(published prefix, layer) of every decoder layer, the MTP layer's last."""
+        layers = [*self.layers, *([self.mtp.layer] if self.mtp else [])]
+        return [(f"model.layers.{n}.", layer) for n, layer in enumerate(layers)]
 
     @classmethod
     def from_pretrained(cls, path, dtype=torch.bfloat16, device="cpu", progress=True):
