@@ -131,8 +131,8 @@ def load_json(file):
     """file: Path of a tokenizer.json -> the arguments of Tokenizer(). ValueError: not a byte-level BPE."""
     try:
         data = read_json(file)
-        if not any('"type": "ByteLevel"' in json.dumps(data.get(key)) for key in ("decoder", "pre_tokenizer")):
-            raise ValueError(f"{file}: no ByteLevel decoder or pre_tokenizer; only byte-level BPE is supported")
+        if not any('"type": "ByteLevel"' in json.dumps(data.get(key)) for key in ("pre_tokenizer", "normalizer")):
+            raise ValueError(f"{file}: no ByteLevel pre_tokenizer or normalizer; only byte-level BPE is supported")
         model = data["model"]
         if "merges" not in model:
             raise ValueError(f"{file}: its model is {model.get('type')}, not BPE; only byte-level BPE is supported")
@@ -141,7 +141,7 @@ def load_json(file):
         # normalizer or template can make a control id. The other settings go because they change ids behind our back.
         taken = set(control.values())
         ordinary = {token: id for token, id in model["vocab"].items() if id not in taken}
-        model.update(vocab=ordinary, dropout=None, unk_token=None)
+        model.update(vocab=ordinary, dropout=None)
         data.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
         tokens = {id: from_byte_level(token) for token, id in ordinary.items()}
         if len(tokens) < len(ordinary):

@@ -265,7 +265,7 @@ def train(opt):
     if opt.resume:
         saved = torch.load(out / "train.pt", map_location=device, weights_only=True)
         first, history, sums = saved["step"], saved["history"], saved["sums"]
-        quantize(model, on=first > opt.quant_from * opt.steps)  # before loading: it renames parameters
+        quantize(model, on=first - 1 >= opt.quant_from * opt.steps)  # before loading: it renames parameters
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     if opt.compile:  # pieces that are many small operations; __wrapped__: without the count of calls
@@ -313,8 +313,8 @@ def train(opt):
                     row["val"] = bits = bits_per_byte(model.eval(), slice_, slice_bytes, opt.seq)
                 model.train()
             history.append(row)
-            text = f"loss {loss:.3f} mtp {mtp:.3f} val {bits:.3f} bits/byte balance {worst:.2f} lr {lr:.1e}"
-            bar.set_postfix_str(f"{text} {speed:,.0f} tokens/s")
+            shown = f"loss {loss:.3f} mtp {mtp:.3f} val {bits:.3f} bits/byte balance {worst:.2f} lr {lr:.1e}"
+            bar.set_postfix_str(f"{shown} {speed:,.0f} tokens/s")
         late = opt.minutes and time.monotonic() - began > 60 * opt.minutes
         if last or late or done % opt.save_every == 0:
             state = {"step": done, "history": history, "sums": sums, "settings": vars(opt)}
@@ -466,7 +466,7 @@ def settings(argv):
         if given.keys() & (MODEL.keys() | KDA.keys() | {"bpe_size"}):
             raise ValueError("--resume: the sizes of the model are those of the run; leave their flags out")
         saved = torch.load(file, map_location="cpu", weights_only=True)["settings"] | {"minutes": MINUTES}
-    shown = [Path(a).name if os.path.exists(a) else a for a in argv]  # folders of this machine say nothing to a reader
+    shown = [Path(a).name if os.path.isabs(a) or os.path.exists(a) else a for a in argv]  # no folders of this machine
     opt = argparse.Namespace(**defaults | {"command": shlex.join(["python", "train.py", *shown])} | saved | given)
     opt.main_steps = opt.steps - round(opt.mtp_only * opt.steps) * bool(opt.draft_steps)  # then the MTP layer's begin
     return opt

@@ -193,7 +193,9 @@ def test_tiny_outputs_see_the_eps():
     x = 0.02 * torch.randn(40, cfg.hidden_size)
     W = published64(module)
     assert rel(module(x, Batch.whole(1, 40)), formula(x.double(), W, cfg, W["A_log"][:3])) < 1e-5
-    assert rel(module(x, Batch.whole(1, 40)), formula(x.double(), W, tiny_config(rms_norm_eps=1e-6), W["A_log"][:3])) > 0.1
+    assert (
+        rel(module(x, Batch.whole(1, 40)), formula(x.double(), W, tiny_config(rms_norm_eps=1e-6), W["A_log"][:3])) > 0.1
+    )
 
 
 def test_padding_of_A_log_does_not_matter():

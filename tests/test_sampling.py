@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import warnings
 from collections import Counter
 
 import pytest
@@ -17,7 +18,7 @@ LOGITS = [1.0, 3.0, 2.0, 3.0, -1.0, 0.5, 2.5, -4.0]
 
 
 def brute(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """[(id, probability)] of the tokens that are kept, likeliest first, ties by id; and the values a cut may fall on."""
+    """[(id, probability)] of the tokens that are kept, likeliest first, ties by id; and how far each is from a cut."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     weight = {i: math.exp((logits[i] - logits[order[0]]) / temperature) for i in order}
     kept = order[: top_k or len(order)]
@@ -122,6 +123,8 @@ def test_frequencies(filters):
 
 
 @given(st.floats(0, 1, exclude_min=True), st.integers(0, 8), st.floats(0.1, 1), st.floats(0, 0.5))
+@example(1.0, 3, 1.0, 0.0)  # rounding must not step past the kept tokens
+@example(1.0, 0, 1.0, 0.0)
 @settings(deadline=None)
 def test_a_draw_is_where_the_cumulative_distribution_passes_it(u, top_k, top_p, min_p):
     filters = dict(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -143,6 +146,17 @@ def test_temperature_0_is_argmax_and_rows_do_not_touch():
     assert not torch.equal(together, logits.argmax(-1))
 
 
+def test_sampling_warns_of_nothing():
+    """PyTorch prints some warnings once a process, on the user's standard error."""
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sample(torch.randn(3, 9), [SamplingParams(temperature=1.0, seed=1)] * 3, [0.1, 0.5, 0.9])
+    finally:
+        torch.set_warn_always(False)
+
+
 def test_top_k_1_is_greedy():
     logits = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
     params, draws = SamplingParams(temperature=5.0, top_k=1), [uniform(3, i) for i in range(20)]
@@ -156,7 +170,7 @@ def test_top_k_1_is_greedy():
         lambda i: ((2 * i, 0), (2 * i + 1, 0)),  # first tokens of neighbouring seeds
         lambda i: ((i, 5), (i + 1, 4)),
         lambda i: ((i, 0), (-i - 1, 0)),
-        lambda i: ((1 << 62) + i, i) and (((1 << 62) + i, i), ((1 << 62) + i, i + 1)),
+        lambda i: (((1 << 62) + i, i), ((1 << 62) + i, i + 1)),
     ],
 )
 def test_draws_are_independent(pair):
@@ -177,15 +191,13 @@ def test_uniform_depends_on_its_arguments_alone_and_stays_inside():
 
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 100])
 def test_logprobs(count):
-    logits = torch.tensor(LOGITS)
-    exact = {i: x - math.log(math.fsum(math.exp(y) for y in LOGITS)) for i, x in enumerate(LOGITS)}
-    likeliest = sorted(exact.values(), reverse=True)[:count]
+    logits = [1.0, 3.0, 2.0, 4.5, -1.0, 0.5, 2.5, -4.0]
+    total = math.log(math.fsum(map(math.exp, logits)))
+    likeliest = sorted(range(8), key=lambda i: -logits[i])[:count]
     for chosen in range(8):
-        got = logprobs(logits, chosen, count)
-        assert next(iter(got)) == chosen
-        assert got == pytest.approx({i: exact[i] for i in got}, abs=1e-12)
-        rest = list(got.values())[len(got) - len(likeliest) :]
-        assert likeliest == pytest.approx(rest) if len(got) > count else sorted(got.values())[::-1] == likeliest
+        got = logprobs(torch.tensor(logits), chosen, count)
+        assert list(got) == [chosen, *(i for i in likeliest if i != chosen)]
+        assert list(got.values()) == pytest.approx([logits[i] - total for i in got], abs=1e-12)
 
 
 # ---------------------------------------------------------------- parameters

@@ -171,7 +171,9 @@ def test_nothing_in_the_json_adds_control_ids(tmp_path, data, trained):
     bpe.enable_padding(length=20, pad_id=trained.token_to_id("[PAD]"), pad_token="[PAD]")
     theirs = bpe.encode("bob").ids
     assert theirs[0] == 0 and len(theirs) == 20  # the package alone does add them
-    tok = Tokenizer.from_pretrained(write_json(tmp_path, json.loads(bpe.to_str())))
+    data = json.loads(bpe.to_str())
+    data["model"].update(unk_token="[BOS]", dropout=1.0)
+    tok = Tokenizer.from_pretrained(write_json(tmp_path, data))
     assert tok.encode("bob") == plain and len(plain) > 2
     ids = tok.encode("z")
     assert not set(ids) & set(tok.control.values()) and tok.decode(ids) == "[BOS]"
@@ -194,7 +196,7 @@ FRAGMENTS = [*NAMES, "<|reserved_token_269|>", "[BO", "the", "中文", "🙂", "
 TEXTS = st.lists(ANY_TEXT | st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
 def test_round_trip(tok, text):
     ids = tok.encode(text)
@@ -323,7 +325,7 @@ def assert_streams(tok, ids):
     assert "".join(pushed) + stream.flush() == tok.decode(ids) == split_decode(tok, ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_stream_of_random_ids(tok, seed):
     rng = random.Random(seed)
@@ -332,7 +334,7 @@ def test_stream_of_random_ids(tok, seed):
     assert_streams(tok, rng.choices(pool, k=rng.randrange(12)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=12) | st.lists(st.sampled_from(b"\xe0\xed\xf0\xf4\x80\x9f\xa0\xc0A"), max_size=8))
 def test_stream_of_random_bytes(tok, data):
     id_of = {tok.token_bytes(id): id for id in reversed(range(tok.vocab_size))}
@@ -414,7 +416,7 @@ def test_tiktoken_not_installed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda d: d.update(decoder=None, pre_tokenizer={"type": "Whitespace"}), "only byte-level BPE"),
+        (lambda d: d.update(pre_tokenizer={"type": "Whitespace"}), "only byte-level BPE"),
         (lambda d: d.update(model={"type": "WordLevel", "vocab": {}}), "WordLevel.* only byte-level BPE"),
         (lambda d: d.pop("model"), "not laid out as a tokenizer.json"),
         (lambda d: d.update(model=[]), "not laid out as a tokenizer.json"),

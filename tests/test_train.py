@@ -1,0 +1,291 @@
+"""train.py on a micro model: it learns, resumes exactly, stores what it trained, and measures what it says it measures."""
+
+import copy
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch.nn.utils import parametrize
+
+import moe
+import train
+from model import K3
+from tokenizer import Tokenizer
+
+SIZES = "--hidden-size 32 --num-hidden-layers 4 --attn-res-block-size 2 --intermediate-size 64 --num-attention-heads 2 "
+SIZES += "--q-lora-rank 16 --kv-lora-rank 16 --qk-nope-head-dim 8 --qk-rope-head-dim 8 --v-head-dim 8 --num-experts 6 "
+SIZES += "--num-experts-per-token 2 --num-shared-experts 1 --moe-intermediate-size 32 --routed-expert-hidden-size 32 "
+SIZES += "--num-heads 2 --head-dim 8 --bpe-size 300 --batch 4 --seq 48 --warmup 5 --lr 0.01 --mtp-lr 0.003 "
+SIZES += "--log-every 5 --eval-every 20 --eval-prompts 6 --device cpu"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """--data and --val: sentences of a little grammar."""
+    draw, folder = random.Random(0), tmp_path_factory.mktemp("texts")
+    who, did, what = (["the fox", "a king", "her cat"], ["saw", "ate", "sold"], ["the moon.", "a fish.", "gold."])
+    for name, count in (("train", 1500), ("val", 300)):
+        lines = [" ".join(map(draw.choice, (who, did, what))) + draw.choice(" \n\n") for _ in range(count)]
+        (folder / f"{name}.txt").write_text("".join(lines), encoding="utf-8")
+    return ["--data", str(folder / "train.txt"), "--val", str(folder / "val.txt")]
+
+
+def settings(texts, out, **changes):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in changes.items()]
+    return train.settings([*texts, "--out", str(out), *SIZES.split(), *flags])
+
+
+@pytest.fixture(scope="module")
+def trained(texts, tmp_path_factory):
+    """A trained micro model, still with fake quantization, and its history, settings and (exported) folder."""
+    out = tmp_path_factory.mktemp("trained")
+    opt = settings(texts, out, steps=40, mtp_only=0.25)
+    model, history, finished = train.train(opt)
+    assert finished
+    ids = train.encode(Tokenizer.from_pretrained(out), train.read(opt.val), "cpu").long()
+    with torch.no_grad():
+        before = model.eval()(ids[None, :100])
+    assert all(parametrize.is_parametrized(experts, "w13") for _, experts in model.expert_stacks())
+    train.export(model, out)
+    with torch.no_grad():
+        assert torch.equal(model(ids[None, :100]), before), "taking the fake quantization off changed the model"
+    return model, history, opt, out, ids
+
+
+def test_loss_falls(trained):
+    _, history, opt, _, _ = trained
+    assert history[0]["loss"] > 3.5 and history[-1]["loss"] < 2.5
+    assert history[-1]["mtp_loss"] < history[0]["mtp_loss"] - 1
+    assert [row["step"] for row in history] == list(range(5, 41, 5))
+    assert [row["step"] for row in history if "val" in row] == [20, 40]
+    assert history[-1]["val"] < history[3]["val"]
+
+
+def test_main_model_rests_while_mtp_alone_trains(texts, tmp_path):
+    opt = settings(texts, tmp_path, steps=4, mtp_only=0.5, quant_from=0.0)
+    assert opt.main_steps == 2
+    train.train(settings(texts, tmp_path, steps=2, mtp_only=0, quant_from=0.0, decay=0))
+    two = torch.load(tmp_path / "train.pt")["model"]
+    train.train(settings(texts, tmp_path, steps=4, mtp_only=0.5, quant_from=0.0, decay=0))
+    four = torch.load(tmp_path / "train.pt")["model"]
+    moved = {name for name in two if not torch.equal(two[name], four[name])}
+    assert moved and all(name.startswith("mtp.") for name in moved)
+    assert "mtp.layer.ffn.gate.e_score_correction_bias" in moved and "mtp.eh_proj.weight" in moved
+
+
+def test_stopped_at_every_step_equals_never_stopped(texts, tmp_path):
+    plan = {"steps": 9, "quant_from": 0.4, "mtp_only": 0.3, "log_every": 2, "eval_every": 5}
+    _, whole, _ = train.train(settings(texts, tmp_path / "whole", **plan))
+    _, history, finished = train.train(settings(texts, tmp_path / "cut", **plan, minutes=1e-9))
+    stops = 1
+    while not finished:
+        assert torch.load(tmp_path / "cut" / "train.pt")["step"] == stops
+        again = train.settings(["--resume", "--out", str(tmp_path / "cut"), "--minutes", "1e-9"])
+        _, history, finished = train.train(again)
+        stops += 1
+    assert stops == 9
+    for a, b in zip(whole, history, strict=True):
+        assert {**a, "tokens_per_second": 0} == {**b, "tokens_per_second": 0}
+    a, b = (torch.load(tmp_path / name / "train.pt") for name in ("whole", "cut"))
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+    for one, other in zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30])
+def test_fake_mxfp4_is_pack_and_unpack(scale):
+    draw = torch.Generator().manual_seed(0)
+    w = torch.randn(7, 33, 96, generator=draw) * torch.exp2(torch.randint(-20, 20, (7, 33, 1), generator=draw))
+    w[0] = 0
+    w[1] = torch.randint(-48, 49, (33, 96), generator=draw) / 8  # every tie between two FP4 values
+    w[2, :, 0] = 6 * torch.exp2(torch.arange(-16.0, 17.0))  # exactly the largest value, and the next float above it
+    w[3, :, 0] = torch.nextafter(w[2, :, 0], torch.tensor(torch.inf))
+    w = (w * scale).requires_grad_()
+    fake = train.FakeMXFP4()(w)
+    assert torch.equal(fake, moe.mxfp4_unpack(*moe.mxfp4_pack(w.detach()), torch.float32))
+    assert torch.equal(train.FakeMXFP4()(fake), fake)
+    upstream = torch.randn(w.shape, generator=draw)
+    fake.backward(upstream)
+    assert torch.equal(w.grad, upstream)
+
+
+def test_export_is_the_trained_model(trained):
+    model, _, _, out, ids = trained
+    loaded = K3.from_pretrained(out, dtype=torch.float32, progress=False)
+    assert all(experts.is_packed("w13") and experts.is_packed("w2") for _, experts in loaded.expert_stacks())
+    with safe_open(out / "model.safetensors", framework="pt") as file:
+        kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    assert not [name for name in kinds if name.endswith(("mtp.head.weight", "4.embed_tokens.weight"))], "stored twice"
+    assert {kind for name, kind in kinds.items() if ".experts." in name} == {"U8"}
+    assert {kind for name, kind in kinds.items() if "_proj.weight" in name and ".experts." not in name} == {"BF16"}
+
+    views = model.published()
+    for (prefix, mine), (_, stored) in zip(model.expert_stacks(), loaded.expert_stacks(), strict=True):
+        for name in ("w13", "w2"):
+            every = torch.arange(6)
+            assert torch.equal(stored.weights(name, every, torch.float32), getattr(mine, name)), f"{prefix}{name}"
+    before = model(ids[None, :100])
+    with torch.no_grad():
+        for name, stored in loaded.published().items():
+            if name in views:
+                assert (views[name] - stored).abs().max() <= stored.abs().max() * 2**-8
+                views[name].copy_(stored)
+        after, got = model(ids[None, :100]), loaded(ids[None, :100])
+    assert (after - got).abs().max() < 1e-5
+    assert (before - got).norm() < 0.05 * got.norm()
+
+
+def test_tokenizer(trained):
+    _, _, _, out, _ = trained
+    added = json.loads((out / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    tokenizer, config = Tokenizer.from_pretrained(out), json.loads((out / "config.json").read_text(encoding="utf-8"))
+    size = tokenizer.vocab_size - 256
+    assert [entry["id"] for entry in added] == list(range(size, size + 256)) and all(e["special"] for e in added)
+    names = [entry["content"] for entry in added]
+    assert names[:3] == ["[BOS]", "[EOS]", "<|end_of_msg|>"] and names[254:] == ["[UNK]", "[PAD]"]
+    assert names[8] == f"<|reserved_token_{size + 8}|>" and len(set(names)) == 256
+    text = config["text_config"]
+    assert text["vocab_size"] == tokenizer.vocab_size
+    assert [text[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [size, size + 2, size + 255]
+    odd = "A [BOS] \u00e9\u4e2d\U0001f600\r\n\n\n  tail \n\n next"
+    assert tokenizer.decode(tokenizer.encode(odd)) == odd and max(tokenizer.encode(odd)) < size
+    assert train.encode(tokenizer, odd, "cpu").tolist() == tokenizer.encode(odd)
+
+
+def test_balance_evens_the_loads():
+    torch.manual_seed(0)
+    cfg = train.config(train.settings(SIZES.split()), 600)
+    layer = torch.nn.ModuleList([moe.Router(cfg), moe.Router(cfg)]).train()
+    with torch.no_grad():
+        layer[0].weight[2] += 0.5  # inputs have a common part, so one expert is everyone's favourite
+    routers = train.watch_routers(layer)
+    worst = []
+    for step in range(200):
+        x = torch.randn(256, 32) + 0.5
+        for router in routers:
+            router(x)
+        assert all(router.load.sum() == 512 for router in routers)
+        worst.append(train.balance(routers, 0.01 if step < 150 else 0.001).item())
+        assert all((router.load == 0).all() for router in routers)
+    assert worst[0] > 2.5 and max(worst[-20:]) < 1.3
+    layer[0].weight.requires_grad_(False)
+    kept, moved = (router.e_score_correction_bias.clone() for router in routers)
+    for router in routers:
+        router(x)
+    train.balance(routers, 0.01)
+    assert torch.equal(kept, layer[0].e_score_correction_bias) and not torch.equal(moved, layer[1].e_score_correction_bias)
+    layer.eval()
+    layer[0](x)
+    assert layer[0].load.sum() == 0, "measuring must not count"
+
+
+@torch.no_grad()
+def one_by_one(model, prompt, new, drafts):
+    """How many drafts each cycle keeps. One sequence, a token at a time, drafts through the public mtp_logits."""
+    truth = list(prompt)
+    for _ in range(new + drafts + 1):
+        truth.append(int(model(torch.tensor([truth]))[0, -1].argmax()))
+    n, kept = len(prompt) + 1, []
+    while n < len(prompt) + new:
+        known = truth[:n]
+        _, hidden = model(torch.tensor([known[:-1]]), return_hidden=True)
+        for _ in range(drafts):
+            rows = F.pad(hidden, (0, 0, 0, 1))  # mtp_logits does not read the last row
+            logits, x = model.mtp_logits(torch.tensor([known]), rows, return_hidden=True)
+            known.append(int(logits[0, -1].argmax()))
+            hidden = torch.cat([hidden, x[:, -1:]], dim=1)
+        agree = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known[n:], truth[n:]))
+        kept.append(len(list(agree)))
+        n += kept[-1] + 1
+    return kept
+
+
+def test_tokens_per_cycle_counts_what_one_by_one_decoding_keeps(trained):
+    model, _, _, _, ids = trained
+    model = copy.deepcopy(model)
+    with torch.no_grad():  # a worse drafter, so that some drafts are kept and some are not
+        noise = torch.randn(model.mtp.eh_proj.weight.shape, generator=torch.Generator().manual_seed(0))
+        model.mtp.eh_proj.weight += 0.05 * noise
+    prompts = torch.stack([ids[i : i + 20] for i in (0, 33, 101, 170)])
+    for drafts in (3, 1):
+        kept = [k for prompt in prompts.tolist() for k in one_by_one(model, prompt, 16, drafts)]
+        speed, accepted = train.tokens_per_cycle(model, prompts, 16, drafts)
+        assert speed == pytest.approx(1 + sum(kept) / len(kept))
+        assert accepted == pytest.approx([sum(k > j for k in kept) / len(kept) for j in range(drafts)])
+        assert 0 < accepted[-1] < 1, "the case says nothing: all or no drafts were accepted"
+
+
+@torch.no_grad()
+def test_bits_per_byte_reads_each_token_once_with_half_a_window_before_it(trained):
+    model, _, _, _, ids = trained
+    ids, seq = ids[:150], 32  # the last window is not full
+    nats = math.log(model.cfg.vocab_size)
+    for start in range(0, len(ids), seq):
+        window = ids[max(0, start - seq // 2) : start + seq]
+        loss = F.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="none")
+        nats += loss[-len(ids[max(1, start) : start + seq]) :].sum().item()
+    assert train.bits_per_byte(model, ids, 400, seq) == pytest.approx(nats / math.log(2) / 400, rel=1e-5)
+
+
+def test_learning_rate(texts):
+    opt = settings(texts, "out", steps=1000, warmup=100, decay=0.5, mtp_only=0.2, lr=1.0, mtp_lr=0.5)
+    rates = [train.learning_rate(step, opt) for step in range(1000)]
+    assert rates[0] == 0.01 and rates[99:401] == [1.0] * 302 and rates[600] == 0.5 and rates[799] == 1 / 400
+    assert rates[800] == 0.5 and rates[900] == 0.25 and 0 < rates[999] < 0.01
+
+
+def test_command_line(texts, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    (tmp_path / "sources.md").write_text("# Sources\n\nMade up.\n", encoding="utf-8")
+    extra = ["--sources", str(tmp_path / "sources.md"), "--card-data", "Foxes and kings.", "--steps", "6"]
+    train.main([*texts, "--out", out, *SIZES.split(), *extra])
+    printed = capsys.readouterr().out
+    card = (Path(out) / "README.md").read_text(encoding="utf-8")
+    for wanted in ("apache-2.0", "Made up.", "Foxes and kings.", "--data train.txt", "tokens per cycle", "bits per byte"):
+        assert wanted in card
+    assert str(tmp_path) not in card
+    assert {"config.json", "model.safetensors", "tokenizer.json", "history.json", "train.pt"} <= {
+        file.name for file in Path(out).iterdir()
+    }
+    train.main(["--eval", out, *texts[2:], "--seq", "48", "--eval-prompts", "6", "--device", "cpu"])
+    assert capsys.readouterr().out.splitlines() == [line for line in printed.splitlines() if ":" in line][-2:]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--data", "a.txt"], "--val FILE"),
+        (["--data", "no-such.txt", "--val", "no-such.txt"], "no-such.txt"),
+        (["--resume", "--out", "no-such-folder"], "nothing to resume"),
+        (["--eval", "no-such-folder", "--val", "a.txt"], "no-such-folder"),
+    ],
+)
+def test_errors_are_one_line(flags, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(flags)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and words in error and len(error.splitlines()) == 1
+
+
+def test_bad_sizes_and_texts_are_told(texts, tmp_path):
+    with pytest.raises(ValueError, match="MXFP4 needs a multiple of 32"):
+        train.config(settings(texts, tmp_path, moe_intermediate_size=40), 600)
+    with pytest.raises(ValueError, match="a sequence takes 100001"):
+        train.train(settings(texts, tmp_path, seq=100000))
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin.txt: not UTF-8 text"):
+        train.read([str(tmp_path / "latin.txt")])
+
+
+def test_help_names_every_setting(capsys):
+    with pytest.raises(SystemExit):
+        train.settings(["--help"])
+    shown = capsys.readouterr().out
+    for flag in ("--data", "--quant-from", "--no-mtp-distill", "--hidden-size", "--short-conv-kernel-size"):
+        assert flag in shown
