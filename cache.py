@@ -209,7 +209,7 @@ class Batch:
     def paged(cls, pool, chunks):
         """One batch of chunks. Neighbours with equal numbers of new tokens share a segment: sort by `tokens` before."""
         P, device = pool.page_size, pool.slabs.device
-        tokens, past = (np.array([getattr(c, name) for c in chunks], dtype=np.int64) for name in ("tokens", "past"))
+        tokens, past = np.array([(c.tokens, c.past) for c in chunks], dtype=np.int64).T
         width = int((past + tokens + P - 1).max()) // P
         table = np.zeros((len(chunks), width), dtype=np.int64)
         for row, c in zip(table, chunks):
@@ -219,7 +219,7 @@ class Batch:
         starts = np.cumsum(tokens) - tokens
         position = past[owner] + np.arange(tokens.sum()) - starts[owner]
         slots = table[owner, position // P] * P + position % P
-        src, dst = (np.stack([getattr(c, side) for c in chunks]) for side in ("src", "dst"))
+        src, dst = np.array([c.src for c in chunks]), np.array([c.dst for c in chunks])
         on = [torch.from_numpy(x).to(device, non_blocking=True) for x in (past, table, src, dst, slots)]
 
         segments, i = [], 0

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from mla import FP8_SCALES, MLA
-from moe import MoE, mxfp4_pack, mxfp4_unpack
+from moe import mxfp4_pack, mxfp4_unpack
 
 INDEX = "model.safetensors.index.json"
 OTHER_TOWERS = ("vision_tower.", "mm_projector.")
@@ -160,11 +160,10 @@ INERT = [f"{mix}_{part}.weight" for mix in ("self_attention_res", "mlp_res") for
 
 def hold_packed(model, sources):
     """Gives every expert stack whose tensors all come as MXFP4 pairs its packed form, so that it stays packed in memory."""
-    stacks = ((p, layer.ffn.experts) for p, layer in model.decoder_layers() if isinstance(layer.ffn, MoE))
-    for prefix, experts in stacks:
+    for prefix, experts in model.expert_stacks():
         for stack, parts in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             w = getattr(experts, stack)
-            names = [f"{prefix}block_sparse_moe.experts.{e}.{part}.weight" for e in range(w.shape[0]) for part in parts]
+            names = [f"{prefix}{e}.{part}.weight" for e in range(w.shape[0]) for part in parts]
             if all(n not in sources and f"{n}_packed" in sources and f"{n}_scale" in sources for n in names):
                 E, out, width = w.shape
                 bytes_ = (torch.empty(E, out, width // n, dtype=torch.uint8, device="meta") for n in (2, 32))

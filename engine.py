@@ -144,7 +144,7 @@ class Engine:
         kv_dtype=None,
     ):
         _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, kernels, host_pages, kv_dtype)
-        if not isinstance(model, K3):
+        if isinstance(model, (str, Path)):
             device = _pick_device(device)
             path, dtype = Path(model), dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
             if not path.is_dir():
@@ -161,6 +161,7 @@ class Engine:
         self.prefix_cache = prefix_cache
         self.waiting, self.running, self._done = deque(), [], []  # running: in order of arrival
         self._next_rid = self.preemptions = 0
+        self._eos = self.cfg.eos_ids
         self._reused = self._asked = 0  # prompt tokens: from the cache, in all
         self._seconds, self._tokens = {"prompt": 0.0, "decode": 0.0}, {"prompt": 0, "decode": 0}
         self._counts_before = registry.counts.copy()
@@ -292,7 +293,8 @@ class Engine:
                 if chunk.dst is not chunk.src:
                     self.pool.drop(chunk.src)
                     request.state, request.shared = chunk.dst, False
-                self._snapshot(request)
+                if request.computed <= request.out.prompt_tokens:
+                    self._snapshot(request)
         ends = ready + [r for r, _ in plan if r.computed == r.length]
         if ends:
             self._sample(ends, self.model.logits(torch.stack([r.hidden for r in ends])))
@@ -382,7 +384,10 @@ class Engine:
         for request in list(self.running):
             left = request.length - request.computed
             n = left if left <= 1 else min(left, budget, self._next_snapshot(request) - request.computed)
-            if n <= 0 or request.preempted or not self._make_room(request, request.computed + n):
+            if n <= 0 or request.preempted:
+                continue
+            at_hand = request.computed + n <= len(request.pages) * self.pool.page_size and not request.shared
+            if not at_hand and not self._make_room(request, request.computed + n):
                 continue
             dst = self._take(self.pool.groups) if request.shared else request.state
             plan.append((request, Chunk(n, request.computed, request.pages, request.state, dst)))
@@ -444,19 +449,20 @@ class Engine:
 
     def _sample(self, requests, logits):
         """Appends a token to each request from its row of logits [R, V], and finishes those that end."""
-        finite = logits.isfinite().all(-1).tolist()
-        draws = [uniform(r.seed, len(r.out.token_ids)) for r in requests]
-        tokens = sample(logits.nan_to_num(), [r.params for r in requests], draws).tolist()
-        for request, row, good, token in zip(requests, logits, finite, tokens):
+        lowest, highest = logits.aminmax(dim=-1)  # a NaN anywhere is both
+        finite = (lowest.isfinite() & highest.isfinite()).tolist()
+        draws = [uniform(r.seed, len(r.out.token_ids)) if r.params.temperature else 0.5 for r in requests]
+        tokens = sample(logits if all(finite) else logits.nan_to_num(), [r.params for r in requests], draws).tolist()
+        for i, (request, good, token) in enumerate(zip(requests, finite, tokens)):
             if not good:
                 self._finish(request, "error")
                 continue
             request.append(token)
             request.out.token_ids.append(token)
             if request.params.logprobs is not None:
-                request.out.logprobs.append(logprobs(row, token, request.params.logprobs))
+                request.out.logprobs.append(logprobs(logits[i], token, request.params.logprobs))
             ended = token in request.params.stop_token_ids or (
-                token in self.cfg.eos_ids and not request.params.ignore_eos
+                token in self._eos and not request.params.ignore_eos
             )
             if not ended and request.text:
                 piece, ended = request.text.push(token)

@@ -370,6 +370,11 @@ class K3(nn.Module):
         layers = [*self.layers, *([self.mtp.layer] if self.mtp else [])]
         return [(f"model.layers.{n}.", layer) for n, layer in enumerate(layers)]
 
+    def expert_stacks(self):
+        """(published prefix, Experts) of every MoE layer, the MTP layer's last."""
+        moe = [(prefix, layer.ffn) for prefix, layer in self.decoder_layers() if isinstance(layer.ffn, MoE)]
+        return [(f"{prefix}block_sparse_moe.experts.", ffn.experts) for prefix, ffn in moe]
+
     @classmethod
     def from_pretrained(cls, path, dtype=torch.bfloat16, device="cpu", progress=True):
         """Loads a checkpoint folder (config.json, safetensors). Raises ValueError or OSError in one line; nothing is half-loaded.
