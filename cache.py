@@ -322,7 +322,8 @@ class PrefixCache:
     """A radix tree over token ids whose nodes own pages of `pool`, and of host memory once they are evicted.
 
     Least recently used is evicted first. Using a prefix uses all its ancestors later than itself, so the oldest node has no younger
-    child: it is a leaf. A snapshot in the middle of a text ages by itself: it is used only when something resumes from it.
+    child: it is a leaf. It goes to the host, history and state together, or is dropped where there is none. Without a host tier a
+    snapshot in the middle of a text also ages by itself, used only when something resumes from it: longer texts outlive it.
     """
 
     def __init__(self, pool, host_pages=0):
@@ -424,7 +425,7 @@ class PrefixCache:
         """Evicts until the pool has `free` free pages or nothing is left to evict; returns whether it has."""
         while self.pool.free_pages < free:
             node = next((n for n in self.nodes if not n.pins and _is_leaf(n)), None)
-            middle = next((n for n in self.snapshots if not n.pins), None)
+            middle = None if self.host else next((n for n in self.snapshots if not n.pins), None)
             if middle and not _is_leaf(middle) and (node is None or middle.snapshot_used < node.used):
                 self._drop_snapshot(middle)
             elif node is None:
@@ -530,7 +531,9 @@ class PrefixCache:
 
     def finish(self, transfer):
         """Ends a transfer: its text can be resumed, and evicted, like any other."""
-        if transfer.event is not None and not transfer.ready():  # given up early: what is queued from now on waits for it
+        if (
+            transfer.event is not None and not transfer.ready()
+        ):  # given up early: what is queued from now on waits for it
             torch.cuda.current_stream(self.pool.slabs.device).wait_event(transfer.event)
         self._pin(transfer.path, -1)
         self.pool.drop(transfer.pages)
