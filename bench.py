@@ -1,7 +1,7 @@
 """Measures the engine; each subcommand prints a table and can write JSON (commit, versions, command, rows).
 
-    python bench.py agent     replays conversations of agents: prefix reuse, latency and speed, by pool size and by concurrency
-    python bench.py host      what a step costs on the host beside the model, a look-up in the prefix cache, and the cache's memory
+python bench.py agent     replays conversations of agents: prefix reuse, latency and speed, by pool size and by concurrency
+python bench.py host      what a step costs on the host beside the model, a look-up in the prefix cache, and the cache's memory
 """
 
 import argparse
@@ -325,7 +325,9 @@ def tree_bytes(cache, hidden_bytes):
             total += sys.getsizeof(array) if base is not array else 0
         total += sys.getsizeof(node) + sys.getsizeof(node.children)
         if node.snapshot:
-            total += sys.getsizeof(node.snapshot) + sys.getsizeof(node.snapshot.__dict__) + 200 + hidden_bytes  # a tensor
+            total += (
+                sys.getsizeof(node.snapshot) + sys.getsizeof(node.snapshot.__dict__) + 200 + hidden_bytes
+            )  # a tensor
     tables = (cache.nodes, cache.host_nodes, cache.snapshots)
     return total + sum(whole.values()) + sum(sys.getsizeof(t) for t in tables)
 
@@ -430,7 +432,12 @@ def _about(argv):
     shown = [Path(a).name if os.path.isabs(a) or os.path.exists(a) else a for a in argv]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    return {"commit": commit or None, "versions": versions, "machine": device, "command": shlex.join(["python", "bench.py", *shown])}
+    return {
+        "commit": commit or None,
+        "versions": versions,
+        "machine": device,
+        "command": shlex.join(["python", "bench.py", *shown]),
+    }
 
 
 def _arguments():
@@ -447,10 +454,18 @@ def _arguments():
         return c
 
     c = command(agent)
-    c.add_argument("--model", default=TINY, metavar="FOLDER", help="checkpoint folder (default: the tiny model that is included)")
+    c.add_argument(
+        "--model", default=TINY, metavar="FOLDER", help="checkpoint folder (default: the tiny model that is included)"
+    )
     c.add_argument("--conversations", type=int, metavar="N", help="conversations in all (default 16)")
     c.add_argument("--turns", type=int, metavar="N", help="turns of each (default 8)")
-    c.add_argument("--concurrency", type=int, default=8, metavar="N", help="conversations at a time while pools are compared (default %(default)s)")
+    c.add_argument(
+        "--concurrency",
+        type=int,
+        default=8,
+        metavar="N",
+        help="conversations at a time while pools are compared (default %(default)s)",
+    )
     c.add_argument("--plot", metavar="FILE", help="draw reuse, time to first token and speed (needs the extra: plots)")
     c.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: the GPU where there is one)")
     c.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on a CPU")

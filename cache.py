@@ -1,16 +1,16 @@
 """The flat page pool, the Batch through which layers read and write it, and the prefix cache over it.
 
-One pool of equal pages under one page-id space; a page holds P tokens of latent history or recurrent state, so every byte can serve
-either. The pool has a slab per MLA layer, and page id p is the same place in every slab:
+One pool of equal pages under one page-id space; a page holds P tokens of latent history or recurrent state, so every
+byte can serve either. The pool has a slab per MLA layer, and page id p is the same place in every slab:
 
-                slab 0 (MLA layer 0)     slab 1 (MLA layer 1)    ...
-    page p      P rows [c | k_pe]        P rows                         a page of history: the same P tokens in all MLA layers
-    page q      KDA layer 0: S, conv     KDA layer 1: S, conv           a page of state: one group of KDA layers, one per slab
+              slab 0 (MLA layer 0)    slab 1 (MLA layer 1)   ...
+    page p    P rows [c | k_pe]       P rows [c | k_pe]      history: the same P tokens in every MLA layer
+    page q    KDA layer 0: S, conv    KDA layer 1: S, conv   state: one group of KDA layers, a slab each
 
 P is the fewest tokens, rounded up to a multiple of 128, whose rows hold one KDA layer's state.
 
-The prefix cache is a radix tree over token ids. Its nodes own pages of history and, at their end, a snapshot of the recurrent state;
-a prefix can be resumed where it has both.
+The prefix cache is a radix tree over token ids. Its nodes own pages of history and, at their end, a snapshot of the
+recurrent state; a prefix can be resumed where it has both.
 """
 
 from collections import OrderedDict
@@ -25,14 +25,18 @@ FP8_MAX = 448.0
 
 
 def page_size(cfg, dtype=torch.bfloat16, latent_dtype=None, tp=1):
-    """Tokens per page P. dtype: the model's; latent_dtype: of stored rows, by default the model's; tp: tensor-parallel ranks."""
+    """Tokens per page P. dtype: the model's; latent_dtype: of stored rows, by default the model's; tp:
+    tensor-parallel ranks.
+    """
     row = (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * (latent_dtype or dtype).itemsize
     tokens = -(-state_bytes(cfg, dtype, tp) // row) if cfg.kda_layers else 1
     return -(-tokens // 128) * 128
 
 
 def state_bytes(cfg, dtype=torch.bfloat16, tp=1):
-    """Bytes of one KDA layer's state of one sequence: S [h, d, d] in float32 and the last K-1 conv inputs [K-1, 3 h d]."""
+    """Bytes of one KDA layer's state of one sequence: S [h, d, d] in float32 and the last K-1 conv inputs [K-1, 3 h
+    d].
+    """
     h, d = cfg.kda_heads // tp, cfg.kda_head_dim
     wide = torch.promote_types(dtype, torch.float32).itemsize
     return h * d * d * wide + (cfg.conv_kernel - 1) * 3 * h * d * dtype.itemsize
@@ -75,8 +79,8 @@ class Pages:
 class PagePool(Pages):
     """num_pages pages over one slab per MLA layer.
 
-    rows(i): all latent rows of MLA layer i, [num_pages * P, r + p]; state(i): (S [num_pages, h, d, d], conv [num_pages, K-1, 3hd])
-    of KDA layer i. Both are views of the same bytes; which pages hold what is the caller's knowledge.
+    rows(i): all latent rows of MLA layer i, [num_pages * P, r + p]; state(i): (S [num_pages, h, d, d], conv [num_pages,
+    K-1, 3hd]) of KDA layer i. Both are views of the same bytes; which pages hold what is the caller's knowledge.
     """
 
     def __init__(self, cfg, num_pages, dtype=torch.float32, device="cpu", latent_dtype=None, mtp=False):
@@ -148,7 +152,8 @@ class PagePool(Pages):
 class Chunk:
     """What one sequence brings to a batch: `tokens` new tokens after `past` earlier ones.
 
-    pages: ids of its history pages, covering past + tokens; src, dst: state pages (one per group) read before and written after.
+    pages: ids of its history pages, covering past + tokens; src, dst: state pages (one per group) read before and
+    written after.
     """
 
     tokens: int
@@ -160,7 +165,9 @@ class Chunk:
 
 @dataclass
 class Segment:
-    """B neighbouring sequences with T new tokens each: one dense problem. With a pool also where its history and state lie."""
+    """B neighbouring sequences with T new tokens each: one dense problem. With a pool also where its history and
+    state lie.
+    """
 
     rows: slice  # of the batch
     B: int
@@ -180,7 +187,9 @@ class Segment:
 
     @cached_property
     def history(self):
-        """[B, L] row numbers in a slab; beyond a sequence's end its own first row, so that no other's row is ever read."""
+        """[B, L] row numbers in a slab; beyond a sequence's end its own first row, so that no other's row is ever
+        read.
+        """
         position = torch.arange(self.longest, device=self.table.device)
         rows = self.table[:, position // self.page_size] * self.page_size + position % self.page_size
         return rows if self.plain else torch.where(position < self.past[:, None] + self.T, rows, rows[:, :1])
@@ -195,7 +204,9 @@ class Segment:
 
 
 class Batch:
-    """Sequences that run together, as rows one after another, with their place in the pool (or none: whole sequences)."""
+    """Sequences that run together, as rows one after another, with their place in the pool (or none: whole
+    sequences).
+    """
 
     def __init__(self, segments, pool=None, slots=None):
         self.segments, self.pool, self.slots = segments, pool, slots
@@ -233,7 +244,9 @@ class Batch:
         return cls(segments, pool, on[4])
 
     def read_state(self, kda_index, seg):
-        """(conv [B, K-1, 3hd], S [B, h, d, d]) before the segment's tokens, zero where a sequence starts; None without a pool."""
+        """(conv [B, K-1, 3hd], S [B, h, d, d]) before the segment's tokens, zero where a sequence starts; None
+        without a pool.
+        """
         if self.pool is None:
             return None
         S, conv = self.pool.state(kda_index)
@@ -261,7 +274,9 @@ class Batch:
         stored[self.slots] = rows
 
     def read_rows(self, mla_index, seg, rows, scale=None):
-        """The rows that the segment's tokens attend to [B, L, r + p], as stored, and the mask [B, T, L] or None (see Segment)."""
+        """The rows that the segment's tokens attend to [B, L, r + p], as stored, and the mask [B, T, L] or None (see
+        Segment).
+        """
         if self.pool is None:
             return seg.dense(rows), None
         stored = self.pool.rows(mla_index)
@@ -282,9 +297,11 @@ class Snapshot:
 
 
 class Node:
-    """An edge of the tree: tokens [start, end) of every text that passes here, their pages, and a snapshot at the end or None.
+    """An edge of the tree: tokens [start, end) of every text that passes here, their pages, and a snapshot at the end
+    or None.
 
-    pages: of page indices start // P ... (end - 1) // P. Where start lies inside a page, the first holds the rows before it too.
+    pages: of page indices start // P ... (end - 1) // P. Where start lies inside a page, the first holds the rows
+    before it too.
     """
 
     __slots__ = (
@@ -321,9 +338,10 @@ class Node:
 class PrefixCache:
     """A radix tree over token ids whose nodes own pages of `pool`, and of host memory once they are evicted.
 
-    Least recently used is evicted first. Using a prefix uses all its ancestors later than itself, so the oldest node has no younger
-    child: it is a leaf. It goes to the host, history and state together, or is dropped where there is none. Without a host tier a
-    snapshot in the middle of a text also ages by itself, used only when something resumes from it: longer texts outlive it.
+    Least recently used is evicted first. Using a prefix uses all its ancestors later than itself, so the oldest node
+    has no younger child: it is a leaf. It goes to the host, history and state together, or is dropped where there is
+    none. Without a host tier a snapshot in the middle of a text also ages by itself, used only when something resumes
+    from it: longer texts outlive it.
     """
 
     def __init__(self, pool, host_pages=0):
@@ -381,7 +399,8 @@ class PrefixCache:
     def insert(self, tokens, pages, state, hidden):
         """Stores a text of n tokens [n] that can be resumed at its end; takes its own references. Returns its node.
 
-        pages: its history pages by page index; state: its state pages; hidden: of its last token, [H]. What is known stays as it is.
+        pages: its history pages by page index; state: its state pages; hidden: of its last token, [H]. What is known
+        stays as it is.
         """
         P, node, at = self.pool.page_size, self.root, 0
         while at < len(tokens):
@@ -403,7 +422,9 @@ class PrefixCache:
         return node
 
     def _split(self, node, count):
-        """Cuts `node` after `count` tokens; returns the new upper part. A page that the cut goes through belongs to both."""
+        """Cuts `node` after `count` tokens; returns the new upper part. A page that the cut goes through belongs to
+        both.
+        """
         P, at = self.pool.page_size, node.start + count
         first = node.start // P
         upper = Node(node.parent, node.tokens[:count], node.start, node.pages[: -(-at // P) - first], node.on_host)
@@ -508,7 +529,8 @@ class PrefixCache:
             self.snapshots[node] = None
 
     def restore(self, node):
-        """Starts to bring the text that ends at `node` back from the host. Returns a Transfer, or None where the pool has no room.
+        """Starts to bring the text that ends at `node` back from the host. Returns a Transfer, or None where the pool
+        has no room.
 
         Until `finish`, its nodes are pinned: nothing on its path is evicted.
         """
@@ -566,7 +588,9 @@ class HostTier(Pages):
         self.stream = torch.cuda.Stream(slabs.device) if cuda else None
 
     def copy(self, source, target, to_host):
-        """Copies pool pages to host pages or back. On a GPU it is queued: behind what writes the source, before what reads the target."""
+        """Copies pool pages to host pages or back. On a GPU it is queued: behind what writes the source, before what
+        reads the target.
+        """
         slabs = self.pool.slabs
         if self.stream is None:
             if to_host:

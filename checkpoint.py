@@ -1,7 +1,7 @@
 """Checkpoints on disk: safetensors in the published layout, read straight into the model's views and written from them.
 
-`model.published()` maps every published tensor name to the view of a (fused or stacked) weight that holds it. Loading fills each view
-exactly once from a tensor that is consumed exactly once; saving writes the same map back.
+`model.published()` maps every published tensor name to the view of a (fused or stacked) weight that holds it. Loading
+fills each view exactly once from a tensor that is consumed exactly once; saving writes the same map back.
 """
 
 import json
@@ -54,7 +54,9 @@ def canonical(name):
 
 
 def open_shards(path):
-    """The folder's safetensors -> {stored name: open file}. Every file is memory-mapped, every header checked against the index."""
+    """The folder's safetensors -> {stored name: open file}. Every file is memory-mapped, every header checked against
+    the index.
+    """
     path = Path(path)
     weight_map, single = None, path / "model.safetensors"
     if (path / INDEX).is_file():
@@ -94,7 +96,8 @@ def open_shards(path):
 
 
 def load(model, path, device="cpu", progress=True):
-    """Fills `model` (built on the meta device) from the folder `path`, one tensor at a time, and returns it on `device`.
+    """Fills `model` (built on the meta device) from the folder `path`, one tensor at a time, and returns it on
+    `device`.
 
     Raises one ValueError that lists all missing, unexpected and misshaped tensors before anything is allocated.
     """
@@ -159,7 +162,9 @@ INERT = [f"{mix}_{part}.weight" for mix in ("self_attention_res", "mlp_res") for
 
 
 def hold_packed(model, sources):
-    """Gives every expert stack whose tensors all come as MXFP4 pairs its packed form, so that it stays packed in memory."""
+    """Gives every expert stack whose tensors all come as MXFP4 pairs its packed form, so that it stays packed in
+    memory.
+    """
     for prefix, experts in model.expert_stacks():
         for stack, parts in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             w = getattr(experts, stack)
@@ -179,7 +184,9 @@ def hold_scales(model, sources):
 
 
 def copy_names(model):
-    """Tensors that a checkpoint may ship although the model has them already -> the main tensor that they should equal."""
+    """Tensors that a checkpoint may ship although the model has them already -> the main tensor that they should
+    equal.
+    """
     copies = {"lm_head.weight": model.embed_tokens.weight} if model.cfg.tie_word_embeddings else {}
     if model.mtp:
         at = f"model.layers.{model.cfg.num_hidden_layers}."
@@ -211,7 +218,9 @@ def _fits(name, have, want):
 
 
 def fill(name, view, tensor):
-    """Copies a stored tensor into its view: same shape up to axes of length 1; A_log by its first values, the rest zero."""
+    """Copies a stored tensor into its view: same shape up to axes of length 1; A_log by its first values, the rest
+    zero.
+    """
     if name.endswith(".A_log"):
         tensor = tensor.flatten()[: view.numel()]
         view.zero_()[: tensor.numel()].copy_(tensor)
@@ -231,7 +240,9 @@ def _listing(what, names, end=""):
 
 
 def save(model, path, mxfp4=None, mtp_copies=True, max_shard_bytes=5 << 30):
-    """Writes `model` to the folder `path`; see K3.save_pretrained. Files appear under their names only when all are written."""
+    """Writes `model` to the folder `path`; see K3.save_pretrained. Files appear under their names only when all are
+    written.
+    """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     shards = [{}]
@@ -261,7 +272,9 @@ def save(model, path, mxfp4=None, mtp_copies=True, max_shard_bytes=5 << 30):
 
 
 def tensors_to_write(model, mxfp4=None, mtp_copies=True):
-    """Yields (published name, tensor) in the published layout; works on the meta device where nothing has to be (un)packed."""
+    """Yields (published name, tensor) in the published layout; works on the meta device where nothing has to be
+    (un)packed.
+    """
     prefix = "language_model." if model.cfg.wrapped else ""
     views = model.published()
     if model.mtp:

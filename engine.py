@@ -1,11 +1,11 @@
 """The engine: many requests, one loop. `python engine.py --prompt "Once upon a time"` runs it.
 
     while there are requests:
-        admit waiting requests, first come first served: resume from the longest cached prefix, take pages for the prompt
-        plan a batch: one token of every answer that is being written, chunks of the prompts that are being read, within a budget
-        where pages run out, evict cached prefixes, then preempt the youngest request
-        run the model; sample a token for every sequence that has been read to its end; snapshot states worth keeping
-        finish what has stopped; its prefix stays in the cache
+        admit waiting requests, first come first served: resume from the longest cached prefix, take pages for the
+        prompt plan a batch: one token of every answer that is being written, chunks of the prompts that are being read,
+        within a budget where pages run out, evict cached prefixes, then preempt the youngest request run the model;
+        sample a token for every sequence that has been read to its end; snapshot states worth keeping finish what has
+        stopped; its prefix stays in the cache
 
 Everything a sequence needs between steps lies in the page pool (cache.py): its latent rows and its KDA state.
 """
@@ -40,8 +40,9 @@ GPU_POOL_SHARE = 0.8  # of the memory that is free once the model is loaded; the
 class Snapshots:
     """Where a running request leaves a snapshot of its state from which later prompts can resume.
 
-    prompt: at the end of the prompt; answer: at the end of the answer; every: in a long prompt, at multiples of so many tokens
-    (0: never); branch: where a prompt leaves a prefix that the cache knows, if that prefix has at least so many tokens (0: never).
+    prompt: at the end of the prompt; answer: at the end of the answer; every: in a long prompt, at multiples of so many
+    tokens (0: never); branch: where a prompt leaves a prefix that the cache knows, if that prefix has at least so many
+    tokens (0: never).
     """
 
     prompt: bool = True
@@ -92,7 +93,9 @@ class Request:
 
 
 class TextStream:
-    """Turns ids into text piece by piece and watches for stop strings; text that may be the start of one is held back."""
+    """Turns ids into text piece by piece and watches for stop strings; text that may be the start of one is held
+    back.
+    """
 
     def __init__(self, tokenizer, stop):
         self.decoder, self.stop, self.held = tokenizer.stream(), stop, ""
@@ -121,10 +124,11 @@ class TextStream:
 class Engine:
     """Generates text for many requests at once.
 
-    model: a checkpoint folder, or a K3 (its device and dtype are then kept). device: cuda where there is one; dtype: bfloat16 on a
-    GPU, float32 on a CPU. num_pages: pages of the pool (derived from memory). max_batch: requests that run at once. prefill_chunk:
-    prompt tokens read per step, over all requests. prefix_cache: reuse prefixes, resumed where `snapshots` says; host_pages: pages of
-    host memory for evicted prefixes. kv_dtype: "fp8" stores latent rows in 8 bits. Raises ValueError or OSError in one line.
+    model: a checkpoint folder, or a K3 (its device and dtype are then kept). device: cuda where there is one; dtype:
+    bfloat16 on a GPU, float32 on a CPU. num_pages: pages of the pool (derived from memory). max_batch: requests that
+    run at once. prefill_chunk: prompt tokens read per step, over all requests. prefix_cache: reuse prefixes, resumed
+    where `snapshots` says; host_pages: pages of host memory for evicted prefixes. kv_dtype: "fp8" stores latent rows in
+    8 bits. Raises ValueError or OSError in one line.
     """
 
     def __init__(
@@ -180,7 +184,9 @@ class Engine:
         return self._enqueue(self._checked(prompt, params or SamplingParams()), params or SamplingParams()).rid
 
     def abort(self, rid):
-        """Ends a request at once, with finish_reason "abort"; its pages are free again. False if no such request is alive."""
+        """Ends a request at once, with finish_reason "abort"; its pages are free again. False if no such request is
+        alive.
+        """
         for request in [*self.waiting, *self.running]:
             if request.out.rid == rid:
                 self._finish(request, "abort")
@@ -220,7 +226,9 @@ class Engine:
         bar.update(0)
 
     def stream(self, prompt, params=None):
-        """Yields the answer's text in pieces as it is written (lists of ids where there is no tokenizer). Closing it aborts."""
+        """Yields the answer's text in pieces as it is written (lists of ids where there is no tokenizer). Closing it
+        aborts.
+        """
         params = params or SamplingParams()
         out = self._enqueue(self._checked(prompt, params), params)
         sent = 0
@@ -257,8 +265,8 @@ class Engine:
         need = self.pool.pages_for(len(ids) + max(limit - 1, 0))
         if need > self.pool.num_pages:
             raise ValueError(
-                f"{len(ids)} prompt tokens and max_tokens {limit} need {need} pages of {self.pool.page_size} tokens, and the pool has "
-                f"{self.pool.num_pages}; shorten them or raise num_pages"
+                f"{len(ids)} prompt tokens and max_tokens {limit} need {need} pages of {self.pool.page_size} tokens, "
+                f"and the pool has {self.pool.num_pages}; shorten them or raise num_pages"
             )
         return ids
 
@@ -366,7 +374,9 @@ class Engine:
         return True
 
     def _fits(self, node, total):
-        """Whether the pool can hold a request of `total` history pages that resumes at node: what it shares, copies and adds."""
+        """Whether the pool can hold a request of `total` history pages that resumes at node: what it shares, copies
+        and adds.
+        """
         shared = np.concatenate([self.cache.table(node), node.snapshot.pages])
         new = total - node.end // self.pool.page_size + self.pool.groups
         return new + int((self.pool.live[shared] == 0).sum()) <= self.pool.num_pages - self.pool.live_pages
@@ -379,7 +389,9 @@ class Engine:
         return pages
 
     def _plan(self):
-        """[(request, Chunk)], fewest tokens first: all decode rows, and prompt chunks within the budget, oldest first."""
+        """[(request, Chunk)], fewest tokens first: all decode rows, and prompt chunks within the budget, oldest
+        first.
+        """
         plan, budget = [], self.prefill_chunk
         for request in list(self.running):
             left = request.length - request.computed
@@ -403,7 +415,9 @@ class Engine:
         return min(stops, default=request.length)
 
     def _make_room(self, request, tokens):
-        """Sees that the pages for a step exist: evicts, then preempts the youngest. False if `request` itself had to go."""
+        """Sees that the pages for a step exist: evicts, then preempts the youngest. False if `request` itself had to
+        go.
+        """
         pages = max(self.pool.history_pages(tokens) - len(request.pages), 0)
         while not self.cache.evict(pages + self.pool.groups * request.shared):
             if request.shared and (self.pool.references[request.state] == 1).all():
@@ -461,9 +475,7 @@ class Engine:
             request.out.token_ids.append(token)
             if request.params.logprobs is not None:
                 request.out.logprobs.append(logprobs(logits[i], token, request.params.logprobs))
-            ended = token in request.params.stop_token_ids or (
-                token in self._eos and not request.params.ignore_eos
-            )
+            ended = token in request.params.stop_token_ids or (token in self._eos and not request.params.ignore_eos)
             if not ended and request.text:
                 piece, ended = request.text.push(token)
                 request.out.text += piece
@@ -504,7 +516,9 @@ class Engine:
 
     @property
     def stats(self):
-        """What the engine holds and did: pages, requests, reuse, tokens/s, and the backend each op really ran with its calls."""
+        """What the engine holds and did: pages, requests, reuse, tokens/s, and the backend each op really ran with
+        its calls.
+        """
         ran = registry.counts - self._counts_before
         pool, host = self.pool, self.cache.host
         history, state = (
@@ -550,7 +564,7 @@ def _pick_device(device):
 def _arguments():
     p = argparse.ArgumentParser(
         prog="python engine.py",
-        description="Continue a text with Kimi K3. With --prompt alone, a small K3 that was trained on fairy tales tells a story.",
+        description="Continue a text with Kimi K3. With --prompt alone, a small K3 trained on fairy tales tells a story.",
     )
     p.add_argument(
         "--prompt",

@@ -1,14 +1,16 @@
 """Gated Multi-head Latent Attention (MLA) without rotary embedding (NoPE).
 
-All heads share one compressed row per token, [c | k_pe], and only that row is cached (DeepSeek-V2, arXiv 2405.04434, section 2.1):
+All heads share one compressed row per token, [c | k_pe], and only that row is cached (DeepSeek-V2, arXiv 2405.04434,
+section 2.1):
 
     q = RMSNorm(x W_qa) W_qb -> per head [q_nope | q_pe]            (without q_lora_rank: q = x W_q)
     [c | k_pe] = x W_kva;  c = RMSNorm(c)                           the latent row; k_pe is not rotated
     [k_nope | v] = c W_kvb -> per head                              W_kb = the k_nope rows of W_kvb, W_vb = its v rows
     out = ( softmax((q_nope . k_nope + q_pe . k_pe) / sqrt(d)) v  *  sigmoid(x W_g) ) W_o
 
-Two equal forms. Expanded: build k and v of every head from the rows; least arithmetic for many queries. Absorbed: move W_kb to the
-query and W_vb to the output, and attend over the rows themselves as one shared head; least memory traffic for a few queries.
+Two equal forms. Expanded: build k and v of every head from the rows; least arithmetic for many queries. Absorbed: move
+W_kb to the query and W_vb to the output, and attend over the rows themselves as one shared head; least memory traffic
+for a few queries.
 """
 
 import torch
@@ -25,7 +27,9 @@ LATENT_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm only; every other norm use
 
 @kernels.op("mla_prefill")
 def mla_expanded(q, rows, W_kvb, mask, scale):
-    """q [B, T, h, n+p], rows [B, L, r+p], W_kvb [h, n+v, r], mask [B, T, L] bool or None for plain causal -> [B, T, h, v]."""
+    """q [B, T, h, n+p], rows [B, L, r+p], W_kvb [h, n+v, r], mask [B, T, L] bool or None for plain causal -> [B, T,
+    h, v].
+    """
     r = W_kvb.shape[-1]
     nope = q.shape[-1] - (rows.shape[-1] - r)
     c, k_pe = rows.split([r, rows.shape[-1] - r], dim=-1)
@@ -75,7 +79,9 @@ class MLA(nn.Module):
         self.latent_scale = self.key_scale = None  # [1] each, for rows stored in FP8, where the checkpoint ships them
 
     def forward(self, x, batch):
-        """x [N, H], the rows of all sequences in `batch` one after another -> [N, H]. Writes their latent rows, reads the history."""
+        """x [N, H], the rows of all sequences in `batch` one after another -> [N, H]. Writes their latent rows, reads
+        the history.
+        """
         q, kv, gate = self.in_proj(x).split(self.sizes, dim=-1)
         if self.q_rank:
             q = self.q_b_proj(self.q_a_layernorm(q))
@@ -96,7 +102,9 @@ class MLA(nn.Module):
         return self.o_proj(o * gate.sigmoid() if self.gated else o)
 
     def row_scale(self, rows):
-        """What a row is divided by before it is stored in FP8: [r + p], one number for the latent and one for the shared key."""
+        """What a row is divided by before it is stored in FP8: [r + p], one number for the latent and one for the
+        shared key.
+        """
         parts = ((self.latent_scale, self.rank), (self.key_scale, self.pe))
         return torch.cat([rows.new_ones(n) if s is None else s.to(rows).expand(n) for s, n in parts])
 

@@ -5,8 +5,8 @@
                      s = s + KDA or MLA (RMSNorm(x));   x = mixture;   s = s + MoE or MLP (RMSNorm(x))
     h = mixture over all snapshots and s;   logits = lm_head(RMSNorm(h))
 
-Three of four layers are KDA (kda.py), every fourth and the last are MLA (mla.py); all but the first feed-forward layer are MoE
-(moe.py). Kimi-Linear is the same model with parts switched off by config.
+Three of four layers are KDA (kda.py), every fourth and the last are MLA (mla.py); all but the first feed-forward layer
+are MoE (moe.py). Kimi-Linear is the same model with parts switched off by config.
 """
 
 import dataclasses
@@ -40,7 +40,9 @@ def _k3_linear_attn():
 
 @dataclass
 class K3Config:
-    """The text configuration, under the published names; the defaults are the released Kimi K3. In a file, absent means off."""
+    """The text configuration, under the published names; the defaults are the released Kimi K3. In a file, absent
+    means off.
+    """
 
     model_type: str = "kimi_k3"  # kimi_k3: text_config inside; kimi_linear: the text config is the file
     vocab_size: int = 163840
@@ -90,7 +92,9 @@ class K3Config:
 
     @classmethod
     def from_json(cls, path):
-        """Reads a config.json (or its folder), wrapped in `text_config` or flat. Raises ValueError where it is not a K3-family model."""
+        """Reads a config.json (or its folder), wrapped in `text_config` or flat. Raises ValueError where it is not a
+        K3-family model.
+        """
         path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         if not path.is_file():
             raise FileNotFoundError(
@@ -128,7 +132,7 @@ class K3Config:
         quant = text.get("quantization_config") or top.get("quantization_config")
         if quant and (quant.get("quant_method"), quant.get("format")) != ("compressed-tensors", "mxfp4-pack-quantized"):
             raise ValueError(
-                f"{path}: quantization {quant.get('quant_method')}/{quant.get('format')} is not supported, only MXFP4 is"
+                f"{path}: quantization {quant.get('quant_method')}/{quant.get('format')} is not supported; MXFP4 is"
             )
         try:
             return cls(**values)
@@ -216,7 +220,9 @@ REQUIRED |= {"kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward around the residual stream: with AttnRes, or plain pre-norm where the config has none."""
+    """Attention and feed-forward around the residual stream: with AttnRes, or plain pre-norm where the config has
+    none.
+    """
 
     def __init__(self, cfg, layer, attn_res):
         super().__init__()
@@ -232,7 +238,9 @@ class DecoderLayer(nn.Module):
         self.mlp_res = AttnRes(cfg) if attn_res else None
 
     def forward(self, s, blocks, batch):
-        """s [N, H]: the running sum; blocks: the list of snapshots, to which a layer at a block start appends -> the new s."""
+        """s [N, H]: the running sum; blocks: the list of snapshots, to which a layer at a block start appends -> the
+        new s.
+        """
         if self.self_attention_res is None:
             s = s + self.self_attn(self.input_layernorm(s), batch)
             return s + self.ffn(self.post_attention_layernorm(s))
@@ -262,9 +270,11 @@ def _published_mix(name, mix):
 
 
 class MTP(nn.Module):
-    """Multi-token prediction: from h at t and the token at t+1, one more layer predicts the token at t+2 (DeepSeek-V3, section 2.2).
+    """Multi-token prediction: from h at t and the token at t+1, one more layer predicts the token at t+2 (DeepSeek-V3,
+    section 2.2).
 
-    Its embedding and head are None while they are the main model's own; a checkpoint whose copies differ brings its own.
+    Its embedding and head are None while they are the main model's own; a checkpoint whose copies differ brings its
+    own.
     """
 
     def __init__(self, cfg):
@@ -281,7 +291,9 @@ class MTP(nn.Module):
         self.embed_tokens = self.head = None
 
     def forward(self, embedded, hidden, batch):
-        """embedded [N, H]: embeddings of the tokens at t+1; hidden [N, H]: h at t -> x [N, H], before shared_head.norm."""
+        """embedded [N, H]: embeddings of the tokens at t+1; hidden [N, H]: h at t -> x [N, H], before
+        shared_head.norm.
+        """
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         return self.layer(x, None, batch)
 
@@ -344,7 +356,8 @@ class K3(nn.Module):
     def mtp_logits(self, ids, hidden, return_hidden=False):
         """ids [B, T], hidden [B, T, H] of `model(ids, return_hidden=True)` -> [B, T-1, V]: row t predicts ids[t+2].
 
-        With return_hidden also x [B, T-1, H]; `mtp_logits(ids[:, 1:], x)` drafts one token further. T must be at least 2.
+        With return_hidden also x [B, T-1, H]; `mtp_logits(ids[:, 1:], x)` drafts one token further. T must be at least
+        2.
         """
         if self.mtp is None:
             raise ValueError("this model has no MTP layer (num_nextn_predict_layers is 0)")
@@ -355,7 +368,9 @@ class K3(nn.Module):
         return (self.mtp_head(x), x) if return_hidden else self.mtp_head(x)
 
     def published(self):
-        """Published tensor name -> the view of our weights that holds it: what is loaded and saved. Without `language_model.`."""
+        """Published tensor name -> the view of our weights that holds it: what is loaded and saved. Without
+        `language_model.`.
+        """
         names = {"model.embed_tokens.weight": self.embed_tokens.weight, "model.norm.weight": self.norm.weight}
         if not self.cfg.tie_word_embeddings:
             names["lm_head.weight"] = self.lm_head.weight
@@ -377,9 +392,11 @@ class K3(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path, dtype=torch.bfloat16, device="cpu", progress=True):
-        """Loads a checkpoint folder (config.json, safetensors). Raises ValueError or OSError in one line; nothing is half-loaded.
+        """Loads a checkpoint folder (config.json, safetensors). Raises ValueError or OSError in one line; nothing is
+        half-loaded.
 
-        dtype: of the weights; A_log, dt_bias, convolutions, o_norm and the router's bias stay float32; packed experts stay packed.
+        dtype: of the weights; A_log, dt_bias, convolutions, o_norm and the router's bias stay float32; packed experts
+        stay packed.
         """
         cfg = K3Config.from_json(path)
         default = torch.get_default_dtype()

@@ -1,7 +1,7 @@
 """Choosing the next token: parameters, the sampler, log-probabilities.
 
-A draw depends only on the request's seed and the position in its answer, never on batch mates or on how often the engine stopped:
-u = uniform(seed, position), and the token is where the cumulative distribution passes u.
+A draw depends only on the request's seed and the position in its answer, never on batch mates or on how often the
+engine stopped: u = uniform(seed, position), and the token is where the cumulative distribution passes u.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ import torch
 class SamplingParams:
     """How one request is answered.
 
-    max_tokens: at most so many new tokens. temperature: 0 is greedy. top_k: keep the k likeliest (0: all); top_p: the fewest likeliest
-    tokens whose probabilities reach p; min_p: those at least min_p times as likely as the likeliest; all three after the temperature,
-    in this order. seed: None draws one. stop: strings that end the answer (not part of the text); stop_token_ids: ids that do.
-    ignore_eos: go on after the end-of-text id. logprobs: None, or how many of the likeliest tokens to report beside the chosen one.
+    max_tokens: at most so many new tokens. temperature: 0 is greedy. top_k: keep the k likeliest (0: all); top_p: the
+    fewest likeliest tokens whose probabilities reach p; min_p: those at least min_p times as likely as the likeliest;
+    all three after the temperature, in this order. seed: None draws one. stop: strings that end the answer (not part of
+    the text); stop_token_ids: ids that do. ignore_eos: go on after the end-of-text id. logprobs: None, or how many of
+    the likeliest tokens to report beside the chosen one.
     """
 
     max_tokens: int = 256
@@ -63,7 +64,8 @@ def uniform(seed, position):
 def distribution(logits, temperature, top_k, top_p, min_p):
     """The filtered distribution of each row, likeliest token first.
 
-    logits [R, V] float32; the parameters are tensors [R] (temperature > 0; top_k >= 1) -> probs [R, V] summing to 1 in float64, ids [R, V].
+    logits [R, V] float32; the parameters are tensors [R] (temperature > 0; top_k >= 1) -> probs [R, V] summing to 1 in
+    float64, ids [R, V].
     """
     values, ids = logits.double().sort(dim=-1, descending=True, stable=True)
     probs = (values / temperature[:, None]).softmax(-1)
@@ -77,7 +79,9 @@ def distribution(logits, temperature, top_k, top_p, min_p):
 
 
 def sample(logits, params, draws):
-    """One token per row. logits [R, V] float32 (finite), params: R SamplingParams, draws: R numbers of `uniform` -> ids [R] int64."""
+    """One token per row. logits [R, V] float32 (finite), params: R SamplingParams, draws: R numbers of `uniform` ->
+    ids [R] int64.
+    """
     chosen = logits.argmax(-1)
     rows = [i for i, p in enumerate(params) if p.temperature > 0]
     if rows:
@@ -94,7 +98,9 @@ def sample(logits, params, draws):
 
 
 def logprobs(logits, chosen, count):
-    """logits [V], a chosen id -> {id: log-probability} of the chosen token first, then of the `count` likeliest, unfiltered."""
+    """logits [V], a chosen id -> {id: log-probability} of the chosen token first, then of the `count` likeliest,
+    unfiltered.
+    """
     logp = logits.double().log_softmax(-1)
     best = logp.topk(min(count, logp.shape[-1])).indices.tolist()
     return {i: logp[i].item() for i in dict.fromkeys([chosen, *best])}
