@@ -22,25 +22,6 @@ INDEX = "model.safetensors.index.json"
 OTHER_TOWERS = ("vision_tower.", "mm_projector.")
 EXPERT = re.compile(r"\.experts\.\d+\.(w1|w2|w3)\.weight$")
 FLOATS = ("BF16", "F16", "F32", "F64")
-QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "mxfp4-pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "input_activations": None,
-            "weights": {
-                "num_bits": 4,
-                "type": "float",
-                "strategy": "group",
-                "group_size": 32,
-                "symmetric": True,
-                "dynamic": False,
-            },
-        }
-    },
-    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
-}
 
 
 def canonical(name):

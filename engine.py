@@ -53,7 +53,7 @@ class Snapshots:
 
 @dataclass
 class Output:
-    """An answer; it grows in place while its request runs. finish_reason: None, "stop", "length", "abort" or "error"."""
+    """An answer; it grows in place while its request runs. finish_reason: None, "stop", "length", "abort", "error"."""
 
     rid: int
     prompt_tokens: int
@@ -564,7 +564,7 @@ def _pick_device(device):
 def _arguments():
     p = argparse.ArgumentParser(
         prog="python engine.py",
-        description="Continue a text with Kimi K3. With --prompt alone, a small K3 trained on fairy tales tells a story.",
+        description="Continue a text with Kimi K3. With --prompt alone, a small K3 trained on fairy tales tells one.",
     )
     p.add_argument(
         "--prompt",

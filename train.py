@@ -95,9 +95,7 @@ def read(files):
 
 
 def paragraphs(text):
-    return re.split(
-        r"(?<=\n\n)(?=\S)", text
-    )  # no token crosses these cuts, and one long string would be slow to encode
+    return re.split(r"(?<=\n\n)(?=\S)", text)  # no token crosses these cuts, and one long string would be slow to encode
 
 
 def train_tokenizer(text, size):
