@@ -108,20 +108,13 @@ class K3Config:
         if not isinstance(top, dict):
             raise ValueError(f"{path}: holds a {type(top).__name__}, not a configuration")
         text = top.get("text_config") or top
-        off = {
-            "num_expert_group": 1,
-            "topk_group": 1,
-            "moe_layer_freq": 1,
-            "routed_scaling_factor": 1.0,
-            "rms_norm_eps": 1e-5,
-        }
-        off |= {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "max_position_embeddings": 1048576}
-        off |= {"moe_router_activation_func": "sigmoid", "topk_method": "noaux_tc"}
+        if not isinstance(text, dict):
+            raise ValueError(f"{path}: text_config holds a {type(text).__name__}, not a configuration")
         values, missing = {}, []
         for f in dataclasses.fields(cls):
             value = text.get(f.name)
-            if value is None:
-                value = off.get(f.name, False if f.type is bool else None if "None" in str(f.type) else 0)
+            if value is None or value is False:
+                value = OFF.get(f.name, False if f.type is bool else None if "None" in str(f.type) else 0)
             if f.name in REQUIRED and not value:
                 missing.append(f.name)
             values[f.name] = value
@@ -129,12 +122,12 @@ class K3Config:
             raise ValueError(
                 f"{path}: no {', '.join(missing)} in the configuration; is this a Kimi K3 or Kimi-Linear checkpoint?"
             )
-        values["model_type"] = "kimi_k3" if "text_config" in top else "kimi_linear"
+        values["model_type"] = "kimi_linear" if text is top else "kimi_k3"
         quant = text.get("quantization_config") or top.get("quantization_config")
-        if quant and (quant.get("quant_method"), quant.get("format")) != ("compressed-tensors", "mxfp4-pack-quantized"):
-            raise ValueError(
-                f"{path}: quantization {quant.get('quant_method')}/{quant.get('format')} is not supported; MXFP4 is"
-            )
+        if quant:
+            kind = [quant.get(k) for k in ("quant_method", "format")] if isinstance(quant, dict) else quant
+            if kind != [QUANTIZATION["quant_method"], QUANTIZATION["format"]]:
+                raise ValueError(f"{path}: quantization {kind} is not supported; MXFP4 is (mxfp4-pack-quantized)")
         try:
             return cls(**values)
         except ValueError as e:
@@ -154,6 +147,10 @@ class K3Config:
             if not ok:
                 raise ValueError(what)
 
+        for f in dataclasses.fields(self):
+            value, kinds = getattr(self, f.name), tuple(k for k in TYPES if k.__name__ in str(f.type))
+            kinds += (int,) if float in kinds else (type(None),) if "None" in str(f.type) else ()
+            need(isinstance(value, kinds), f"{f.name} is {value!r}, not {' or '.join(k.__name__ for k in kinds)}")
         L, linear = self.num_hidden_layers, self.linear_attn_config
         need(
             self.hidden_act in ("situ", "silu"),
@@ -173,7 +170,9 @@ class K3Config:
         keys = ("num_heads", "head_dim", "short_conv_kernel_size", "kda_layers", "full_attn_layers")
         absent = [k for k in keys if linear.get(k) is None]
         need(not absent, f"linear_attn_config has no {', '.join(absent)}")
-        layers = sorted(linear["kda_layers"] + linear["full_attn_layers"])
+        lists = linear["kda_layers"], linear["full_attn_layers"]
+        need(all(isinstance(x, list) for x in lists), "kda_layers and full_attn_layers must be lists of layer numbers")
+        layers = sorted(lists[0] + lists[1])
         need(
             layers == list(range(1, L + 1)),
             f"kda_layers and full_attn_layers must name each of the layers 1..{L} once, not {layers}",
@@ -186,6 +185,7 @@ class K3Config:
                 e % g == 0 and 0 < kept <= g,
                 f"num_experts {e}, num_expert_group {g} and topk_group {kept} do not fit together",
             )
+            need(k <= kept * e // g, f"num_experts_per_token {k} is more than the {kept} groups kept of {g} hold")
 
     # What the layers ask for.
     wrapped = property(lambda self: self.model_type == "kimi_k3")
@@ -216,5 +216,10 @@ class K3Config:
         return bool(self.num_experts) and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
 
+TYPES = (bool, int, float, str, list, dict)
+# What an absent, null or false field means where that is not off, zero or none.
+OFF = {"num_expert_group": 1, "topk_group": 1, "moe_layer_freq": 1, "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-5}
+OFF |= {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "max_position_embeddings": 1048576}
+OFF |= {"moe_router_activation_func": "sigmoid", "topk_method": "noaux_tc"}
 REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act", "num_attention_heads"}
 REQUIRED |= {"kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_attn_config"}

@@ -52,6 +52,7 @@ LR = 2e-3  # peak learning rate of AdamW
 WARMUP = 100  # steps up to the peak
 DECAY = 0.4  # last fraction of the main model's steps, in which the rate falls linearly to 0
 WEIGHT_DECAY = 0.1  # of matrices; norms, biases, gates, convolutions and the embedding have none
+DROPOUT = 0.1  # of what each attention and feed-forward layer adds, while the main model learns: small texts over-fit
 CLIP = 1.0  # largest norm of the gradient
 BIAS_RATE = 1e-3  # by how much a step moves the router bias of an expert that is used too much or too little
 QUANT_FROM = 0.7  # fraction of the steps after which experts are rounded to MXFP4 in every forward pass
@@ -80,6 +81,7 @@ MODEL |= {"moe_intermediate_size": 96, "routed_expert_hidden_size": 128}  # mult
 KDA = {"num_heads": 3, "head_dim": 64, "short_conv_kernel_size": 4}  # in linear_attn_config
 
 # ---------------------------------------------------------------- data
+PARAGRAPH = re.compile(r"(?<=\n\n)(?=\S)")  # where text is cut before encoding: no token crosses, and it is faster
 # offset of a control slot -> its name, as in the released tokenizer
 CONTROL = {0: "[BOS]", 1: "[EOS]", 2: "<|end_of_msg|>", 3: "<|open|>", 4: "<|close|>", 5: "<|sep|>"}
 CONTROL |= {6: "[start_header_id]", 7: "[end_header_id]", 9: "[EOT]", 18: "<|media_begin|>", 19: "<|media_content|>"}
@@ -94,10 +96,6 @@ def read(files):
         raise ValueError(f"{', '.join(files)}: not UTF-8 text ({e})") from None
 
 
-def paragraphs(text):
-    return re.split(r"(?<=\n\n)(?=\S)", text)  # no token crosses these cuts, and one long string would be slow to encode
-
-
 def train_tokenizer(text, size):
     """Byte-level BPE of at most `size` tokens (256 bytes and merges), split as K3 splits; then 256 control slots."""
     bpe = tokenizers.Tokenizer(models.BPE())
@@ -106,7 +104,7 @@ def train_tokenizer(text, size):
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence([split, to_bytes]), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(paragraphs(text), trainer)
+    bpe.train_from_iterator(PARAGRAPH.split(text), trainer)
     n = bpe.get_vocab_size()
     names = [CONTROL.get(i, f"<|reserved_token_{n + i}|>") for i in range(CONTROL_SLOTS)]
     bpe.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
@@ -115,7 +113,7 @@ def train_tokenizer(text, size):
 
 def encode(tokenizer, text, device):
     """text -> ids [n] int32."""
-    ids = [i for paragraph in paragraphs(text) for i in tokenizer.encode(paragraph)]
+    ids = [i for paragraph in PARAGRAPH.split(text) for i in tokenizer.encode(paragraph)]
     return torch.tensor(ids, dtype=torch.int32, device=device)
 
 
@@ -140,10 +138,10 @@ def config(opt, vocab):
     full = [n for n in layers if n % 4 == 0 or n == len(layers)]
     linear = {name: getattr(opt, name) for name in KDA} | {"use_full_rank_gate": True, "gate_lower_bound": -5.0}
     linear |= {"full_attn_layers": full, "kda_layers": [n for n in layers if n not in full]}
-    at = {name: vocab - CONTROL_SLOTS + offset for offset, name in CONTROL.items()}
-    ids = {"bos_token_id": at["[BOS]"], "eos_token_id": at["<|end_of_msg|>"], "pad_token_id": at["[PAD]"]}
-    rest = {"vocab_size": vocab, "num_nextn_predict_layers": int(opt.draft_steps > 0), "linear_attn_config": linear}
-    return K3Config(**{name: getattr(opt, name) for name in MODEL}, **ids, **rest)
+    model = {name: getattr(opt, name) for name in MODEL} | {"num_nextn_predict_layers": int(opt.draft_steps > 0)}
+    bos, end, pad = (vocab - CONTROL_SLOTS + i for i in (0, 2, 255))  # [BOS], <|end_of_msg|>, [PAD]
+    ids = {"vocab_size": vocab, "bos_token_id": bos, "eos_token_id": end, "pad_token_id": pad}
+    return K3Config(**model, **ids, linear_attn_config=linear)
 
 
 class FakeMXFP4(nn.Module):
@@ -212,19 +210,22 @@ def make_optimizer(model, opt):
     return torch.optim.AdamW(groups, lr=opt.lr, betas=(0.9, 0.95), fused=decayed[0].is_cuda)
 
 
-def watch_routers(model):
-    """Returns the routers, which now count in `load` [E] how many tokens chose each expert, in training mode."""
+def add_dropout(model, p):
+    """Drops a share p of what each sub-layer of the main model adds to the residual stream, while it is being trained."""
 
-    def count(router, args, output):  # on the device; bincount would make the host wait in every layer
-        if router.training:
-            ids = output[0].flatten()
-            router.load.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+    def drop(part, args, y):
+        return F.dropout(y, p, part.training and torch.is_grad_enabled())  # not while it is frozen
 
-    routers = [m for m in model.modules() if isinstance(m, moe.Router)]
-    for router in routers:
-        router.load = torch.zeros(len(router.weight), device=router.weight.device)
-        router.register_forward_hook(count)
-    return routers
+    for layer in model.layers:
+        layer.self_attn.register_forward_hook(drop)
+        layer.ffn.register_forward_hook(drop)
+
+
+def count_load(router, args, output):
+    """Forward hook of a Router: adds to its `load` [E] how many tokens chose each expert."""
+    if router.training:
+        ids = output[0].flatten()  # counted on the device: bincount would make the host wait in every layer
+        router.load = router.load.scatter_add(0, ids, torch.ones_like(ids, dtype=torch.float32))
 
 
 def balance(routers, rate):
@@ -235,9 +236,9 @@ def balance(routers, rate):
     loads = torch.stack([router.load for router in routers])
     mean = loads.mean(1, keepdim=True)
     for router, move in zip(routers, rate * (mean - loads).sign()):
+        router.load = torch.zeros_like(move)
         if router.weight.requires_grad:  # a frozen model keeps its choices
             router.e_score_correction_bias += move
-        router.load.zero_()
     return (loads / mean).max()
 
 
@@ -245,7 +246,7 @@ def balance(routers, rate):
 
 
 def train(opt):
-    """Trains until STEPS or MINUTES -> model, history, finished. OUT then has tokenizer.json, train.pt, history.json."""
+    """Trains until STEPS or MINUTES -> model, history, finished. OUT gets tokenizer.json, train.pt and history.json."""
     began, device, out = time.monotonic(), torch.device(opt.device), Path(opt.out)
     text, held_out = read(opt.data), read(opt.val)
     out.mkdir(parents=True, exist_ok=True)
@@ -255,12 +256,16 @@ def train(opt):
     data, val = encode(tokenizer, text, device), encode(tokenizer, held_out, device)
     if len(data) <= opt.seq:
         raise ValueError(f"the data has {len(data)} tokens, a sequence takes {opt.seq + 1}; give more, or lower --seq")
-    slice_ = val[: 64 * opt.seq]
-    slice_bytes = len(held_out.encode()) * len(slice_) / len(val)
+    part = val[: 64 * opt.seq]
+    part_bytes = len(held_out.encode()) * len(part) / len(val)
 
     torch.manual_seed(opt.seed)
     model = K3(config(opt, tokenizer.vocab_size)).to(device).train()
-    optimizer, routers = make_optimizer(model, opt), watch_routers(model)
+    optimizer, routers = make_optimizer(model, opt), [m for m in model.modules() if isinstance(m, moe.Router)]
+    add_dropout(model, opt.dropout)
+    for router in routers:
+        router.load = torch.zeros_like(router.e_score_correction_bias)
+        router.register_forward_hook(count_load)
     first, history, sums = 0, [], torch.zeros(3, device=device)  # sums since the last row: loss, MTP loss, balance
     if opt.resume:
         saved = torch.load(out / "train.pt", map_location=device, weights_only=True)
@@ -281,13 +286,13 @@ def train(opt):
         frozen = step >= opt.main_steps
         if step >= opt.quant_from * opt.steps:
             quantize(model, on=True)
-        if frozen:
-            for name, p in model.named_parameters():
-                p.requires_grad &= name.startswith("mtp.")
+        for name, p in model.named_parameters() if frozen else ():
+            p.requires_grad &= name.startswith("mtp.")
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, opt)
 
         x, y = batch(data, step, opt)
+        torch.manual_seed(opt.seed * 1_000_003 + step)  # dropout too depends on the step alone
         with cast(), parametrize.cached():  # cached: experts are rounded once a step, not at every use
             loss, mtp = losses(model, x, y, opt, step >= opt.mtp_detach * opt.steps, frozen)
         optimizer.zero_grad()
@@ -304,16 +309,16 @@ def train(opt):
             sums.zero_()
             if not math.isfinite(loss + mtp):
                 raise ValueError(f"the loss is {loss} at step {done}; start again with a lower --lr than {opt.lr:g}")
-            tokens, lr, now = opt.batch * opt.seq, learning_rate(step, opt), time.monotonic()
+            tokens, now = opt.batch * opt.seq, time.monotonic()
             speed, clock, logged = (done - logged) * tokens / (now - clock), now, done
             row = {"step": done, "tokens": done * tokens, "epochs": done * tokens / len(data), "loss": loss}
-            row |= {"mtp_loss": mtp, "balance": worst, "lr": lr, "tokens_per_second": speed}
+            row |= {"mtp_loss": mtp, "balance": worst, "lr": learning_rate(step, opt), "tokens_per_second": speed}
             if measure:  # uncompiled: these shapes are not those of training
                 with cast(), torch.compiler.set_stance("force_eager"), parametrize.cached():
-                    row["val"] = bits = bits_per_byte(model.eval(), slice_, slice_bytes, opt.seq)
+                    row["val"] = bits = bits_per_byte(model.eval(), part, part_bytes, opt.seq)
                 model.train()
             history.append(row)
-            shown = f"loss {loss:.3f} mtp {mtp:.3f} val {bits:.3f} bits/byte balance {worst:.2f} lr {lr:.1e}"
+            shown = f"loss {loss:.3f} mtp {mtp:.3f} val {bits:.3f} bits/byte balance {worst:.2f} lr {row['lr']:.1e}"
             bar.set_postfix_str(f"{shown} {speed:,.0f} tokens/s")
         late = opt.minutes and time.monotonic() - began > 60 * opt.minutes
         if last or late or done % opt.save_every == 0:
@@ -419,9 +424,8 @@ def plot(history, path):
         return print(f'no {path.name}: it needs matplotlib; pip install -e ".[plots]"')
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
-    for key, label in (("loss", "next token, nats"), ("mtp_loss", "MTP, nats"), ("val", "held-out, bits per byte")):
-        rows = [row for row in history if key in row]
-        axes.plot([row["step"] for row in rows], [row[key] for row in rows], label=label)
+    for key, unit in (("loss", "nats per token"), ("mtp_loss", "nats per token"), ("val", "held-out bits per byte")):
+        axes.plot(*zip(*((row["step"], row[key]) for row in history if key in row)), label=f"{key}, {unit}")
     axes.set(xlabel="step", yscale="log")
     axes.legend()
     figure.savefig(path)
@@ -443,7 +447,7 @@ def model_card(model, opt, history, found):
     sources = read([opt.sources]) if opt.sources else f"{sum(os.path.getsize(f) for f in opt.data):,} bytes of text."
     about = "A language model with the architecture of Kimi K3, trained from scratch by train.py; no weights of the "
     about += f"released model are in it. License: Apache-2.0.\n\n{table}\n\n## Data\n\n{opt.card_data}\n\n"
-    about += f"{sources.lstrip('#')}\n\n## Made by\n\n```\n{opt.command}\n```\n"
+    about += f"{sources.strip('# ')}\n\n## Made by\n\n```\n{opt.command}\n```\n"
     return f"---\nlicense: apache-2.0\n---\n\n# A small Kimi K3\n\n{about}"
 
 
@@ -451,8 +455,9 @@ def settings(argv):
     """Command line -> Namespace of all settings: a flag first, then (with --resume) train.pt, then the constants."""
     parser = argparse.ArgumentParser("train.py", None, __doc__, argument_default=argparse.SUPPRESS)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    help_ = dict(re.findall(r"^([A-Z_]+) = .*?  # (.*)$", Path(__file__).read_text(encoding="utf-8"), re.M))
-    defaults = {name.lower(): globals()[name] for name in help_ if name != "KDA"} | MODEL | KDA
+    constants = Path(__file__).read_text(encoding="utf-8").partition("# The model,")[0]
+    help_ = dict(re.findall(r"^([A-Z_]+) = .*?  # (.*)$", constants, re.M))
+    defaults = {name.lower(): globals()[name] for name in help_} | MODEL | KDA
     kinds = {bool: {"action": argparse.BooleanOptionalAction}, list: {"nargs": "+", "action": "extend"}}
     for name, value in defaults.items():
         kind = kinds.get(type(value), {"type": type(value), "metavar": type(value).__name__.upper()})

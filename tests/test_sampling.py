@@ -223,6 +223,14 @@ def test_bad_parameters_are_named(name, values):
             SamplingParams(**{name: value})
 
 
+@pytest.mark.parametrize(
+    "name, value", [("temperature", "1"), ("top_p", None), ("min_p", None), ("stop", None), ("stop_token_ids", 5)]
+)
+def test_parameters_of_the_wrong_type_are_named(name, value):
+    with pytest.raises((TypeError, ValueError), match=f"{name} is .*must be"):
+        SamplingParams(**{name: value})
+
+
 def test_good_parameters():
     assert SamplingParams().temperature == 0
     assert SamplingParams(stop="ab").stop == ("ab",) and SamplingParams(stop=["a", "b"]).stop == ("a", "b")
