@@ -68,8 +68,8 @@ class Pages:
         self.references[pages] += 1
 
     def release(self, pages):
-        """Drops one reference of each page (no page twice); those without any become free, and are returned."""
-        self.references[pages] -= 1
+        """Drops one reference of each page; those without any become free, and are returned."""
+        np.subtract.at(self.references, pages, 1)
         assert (self.references[pages] >= 0).all(), "a page was released more often than it was taken"
         freed = [int(p) for p in pages if self.references[p] == 0]
         self._free += freed

@@ -12,6 +12,7 @@ Everything a sequence needs between steps lies in the page pool (cache.py): its 
 
 import argparse
 import bisect
+import operator
 import os
 import random
 import resource
@@ -98,10 +99,13 @@ class TextStream:
     """
 
     def __init__(self, tokenizer, stop):
-        self.decoder, self.stop, self.held = tokenizer.stream(), stop, ""
+        self.decoder, self.vocab_size = tokenizer.stream(), tokenizer.vocab_size
+        self.stop, self.held = stop, ""
 
     def push(self, token):
         """-> (text that is safe to show, whether a stop string was completed)."""
+        if token >= self.vocab_size:  # a row of padding in the output layer
+            return self._release(self.held + self.decoder.flush() + "\ufffd")
         return self._release(self.held + self.decoder.push(token))
 
     def flush(self):
@@ -198,11 +202,12 @@ class Engine:
 
         Returns a list of Output, in order. progress: a live line on standard error.
         """
+        prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
         if isinstance(prompts, str) or (
             len(prompts) and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")
         ):
             prompts = [prompts]
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} SamplingParams; give one, or one per prompt")
@@ -211,12 +216,11 @@ class Engine:
         try:
             with tqdm(total=len(outs), unit=" prompts", desc="generating", disable=not progress) as bar:
                 while any(out.finish_reason is None for out in outs):
-                    self.step()
+                    self._advance()
                     if progress:
                         self._show(bar, outs)
         finally:
-            for out in outs:
-                self.abort(out.rid)
+            self._hand_over(outs)
         return outs
 
     def _show(self, bar, outs):
@@ -235,13 +239,19 @@ class Engine:
         try:
             while sent is not None:
                 if out.finish_reason is None:
-                    self.step()
+                    self._advance()
                 grown = out.text if self.tokenizer else out.token_ids
                 if len(grown) > sent:
                     yield grown[sent:]
                 sent = len(grown) if out.finish_reason is None else None
         finally:
+            self._hand_over([out])
+
+    def _hand_over(self, outs):
+        """Ends what still runs of `outs`; `step` will not return them any more."""
+        for out in outs:
             self.abort(out.rid)
+        self._done = [done for done in self._done if all(done is not out for out in outs)]
 
     def _checked(self, prompt, params):
         """The prompt as a list of ids, or a ValueError that says why it cannot run."""
@@ -253,7 +263,10 @@ class Engine:
             prompt = self.tokenizer.encode(prompt)
         elif params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        ids = [int(i) for i in prompt]
+        try:
+            ids = [operator.index(i) for i in prompt]
+        except TypeError:
+            raise ValueError(f"a prompt is a str or a list of token ids, not {prompt!r:.80}") from None
         wrong = next((i for i in ids if not 0 <= i < self.cfg.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"token id {wrong} is outside the vocabulary of {self.cfg.vocab_size}")
@@ -283,18 +296,21 @@ class Engine:
 
     # ------------------------------------------------------------ the loop
 
-    @torch.inference_mode()
     def step(self):
-        """Runs one batch. Returns the Outputs that grew or finished since the last step."""
+        """Runs one batch. Returns the Outputs that grew in it, and those that have finished since the last call."""
+        grown = self._advance()
+        done, self._done = self._done, []
+        return done + [out for out in grown if out.finish_reason is None]
+
+    @torch.inference_mode()
+    def _advance(self):
+        """Runs one batch; returns the Outputs that grew."""
         self._admit()
         ready = [r for r in self.running if r.computed == r.length]  # resumed at their last token: nothing to run
         started = time.perf_counter()
         plan = self._plan()
         if plan:
-            ids = np.concatenate([r.buffer[c.past : c.past + c.tokens] for r, c in plan])
-            hidden = self.model.hidden(
-                torch.from_numpy(ids.astype(np.int64)).to(self.device), Batch.paged(self.pool, [c for _, c in plan])
-            )
+            hidden = self._run(plan)
             last = np.cumsum([c.tokens for _, c in plan]) - 1
             for (request, chunk), h in zip(plan, hidden[torch.from_numpy(last).to(self.device)].clone()):
                 request.computed, request.hidden = chunk.past + chunk.tokens, h
@@ -308,8 +324,20 @@ class Engine:
             self._sample(ends, self.model.logits(torch.stack([r.hidden for r in ends])))
         if plan:
             self._count(plan, time.perf_counter() - started)
-        done, self._done = self._done, []
-        return done + [r.out for r in ends if r.out.finish_reason is None]
+        return [r.out for r in ends]
+
+    def _run(self, plan):
+        """The model over one batch -> hidden [N, H]. Where it raises, layers before the fault have moved states on."""
+        ids = np.concatenate([r.buffer[c.past : c.past + c.tokens] for r, c in plan]).astype(np.int64)
+        batch = Batch.paged(self.pool, [c for _, c in plan])
+        try:
+            return self.model.hidden(torch.from_numpy(ids).to(self.device), batch)
+        except BaseException:  # Ctrl-C too: these requests start again from what the cache has, or from nothing
+            for request, chunk in sorted(plan, key=lambda item: -item[0].out.rid):
+                if chunk.dst is not chunk.src:
+                    self.pool.drop(chunk.dst)
+                self._put_back(request)
+            raise
 
     def _admit(self):
         """First come, first served: takes pages for the whole prompt, resuming from what the cache has."""
@@ -330,7 +358,9 @@ class Engine:
         node, known = self.cache.match(request.tokens) if self.prefix_cache else (None, 0)
         if node and any(n.on_host for n in node.path()):
             request.transfer = self.cache.restore(node)
-            if request.transfer is None:
+            if request.transfer is None:  # no room to bring it back: worth waiting for, unless nothing will make room
+                if self.running:
+                    return False
                 node, _ = self.cache.match(request.tokens, here=True)
             elif not request.transfer.ready():
                 return False
@@ -434,10 +464,13 @@ class Engine:
     def _preempt(self, request):
         """Back to the head of the queue; what it has computed stays in the cache until others need the room."""
         self._keep(request)
+        self._put_back(request)
+        self.preemptions += 1
+
+    def _put_back(self, request):
         self._let_go(request)
         request.preempted = True
         self.waiting.appendleft(request)
-        self.preemptions += 1
 
     def _snapshot(self, request):
         """Keeps the request's state in the cache where a later prompt may resume."""
@@ -552,7 +585,10 @@ def _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, backend, h
 
 
 def _pick_device(device):
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"device {device!r} is unknown; cpu and cuda are supported") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, but PyTorch sees no GPU here; use --device cpu")
     return device

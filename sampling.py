@@ -4,6 +4,7 @@ A draw depends only on the request's seed and the position in its answer, never 
 engine stopped: u = uniform(seed, position), and the token is where the cumulative distribution passes u.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -36,29 +37,32 @@ class SamplingParams:
             if not ok:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {range_}")
 
-        need(isinstance(self.max_tokens, int) and self.max_tokens >= 0, "max_tokens", "a whole number, 0 or more")
-        need(0 <= self.temperature < float("inf"), "temperature", "0 or more")
-        need(isinstance(self.top_k, int) and self.top_k >= 0, "top_k", "a whole number, 0 (all) or more")
-        need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
-        need(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
-        need(self.seed is None or isinstance(self.seed, int), "seed", "a whole number or None")
-        need(
-            self.logprobs is None or (isinstance(self.logprobs, int) and self.logprobs >= 0),
-            "logprobs",
-            "None, 0 or more",
-        )
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        need(all(isinstance(s, str) and s for s in self.stop), "stop", "a string or strings, none empty")
-        need(all(isinstance(i, int) for i in self.stop_token_ids), "stop_token_ids", "whole numbers")
+        def is_a(name, *types):
+            return isinstance(getattr(self, name), types) and not isinstance(getattr(self, name), bool)
+
+        number, listed = (int, float), (tuple, list)
+        need(is_a("max_tokens", int) and self.max_tokens >= 0, "max_tokens", "a whole number, 0 or more")
+        need(is_a("temperature", *number) and 0 <= self.temperature < math.inf, "temperature", "a number, 0 or more")
+        need(is_a("top_k", int) and self.top_k >= 0, "top_k", "a whole number, 0 (all) or more")
+        need(is_a("top_p", *number) and 0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
+        need(is_a("min_p", *number) and 0 <= self.min_p <= 1, "min_p", "a number between 0 and 1")
+        need(self.seed is None or is_a("seed", int), "seed", "a whole number or None")
+        count = self.logprobs is None or is_a("logprobs", int) and self.logprobs >= 0
+        need(count, "logprobs", "None, or a whole number, 0 or more")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        need(isinstance(stop, listed) and all(isinstance(s, str) and s for s in stop), "stop", "strings, none empty")
+        object.__setattr__(self, "stop", tuple(stop))
+        ids = self.stop_token_ids
+        need(isinstance(ids, listed) and all(isinstance(i, int) for i in ids), "stop_token_ids", "whole numbers")
 
 
 def uniform(seed, position):
-    """A number in (0, 1) that depends on the two integers alone (SplitMix64, Steele et al. 2014; 53 bits)."""
+    """A number in (0, 1) that depends on the two integers alone (SplitMix64, Steele et al. 2014; 52 bits)."""
     mask = (1 << 64) - 1
     z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & mask
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = ((z ^ (z >> shift)) * factor) & mask
-    return (((z ^ (z >> 31)) >> 11) + 0.5) / (1 << 53)
+    return (((z ^ (z >> 31)) >> 12) + 0.5) / (1 << 52)
 
 
 def distribution(logits, temperature, top_k, top_p, min_p):
@@ -68,7 +72,7 @@ def distribution(logits, temperature, top_k, top_p, min_p):
     float64, ids [R, V].
     """
     values, ids = logits.double().sort(dim=-1, descending=True, stable=True)
-    probs = (values / temperature[:, None]).softmax(-1)
+    probs = ((values - values[:, :1]) / temperature[:, None]).softmax(-1)  # 0 and less: no overflow at any temperature
     rank = torch.arange(probs.shape[-1], device=probs.device)
     probs = probs.masked_fill(rank >= top_k[:, None], 0)
     probs = probs / probs.sum(-1, keepdim=True)
@@ -92,7 +96,7 @@ def sample(logits, params, draws):
         *filters, u = torch.tensor(columns, dtype=torch.float64, device=logits.device).unbind(1)
         probs, ids = distribution(logits[rows], *filters)
         last = (probs > 0).sum(-1, keepdim=True) - 1  # rounding must not step past the kept tokens
-        at = torch.searchsorted(probs.cumsum(-1), u[:, None], right=True).minimum(last)
+        at = torch.searchsorted(probs.cumsum(-1), u[:, None].contiguous(), right=True).minimum(last)
         chosen[rows] = ids.gather(-1, at)[:, 0]
     return chosen
 
