@@ -1,8 +1,8 @@
 """The residual stream of Kimi K3: RMSNorm and Block Attention Residuals (AttnRes).
 
-A plain transformer feeds each sub-layer the running sum of all earlier outputs. AttnRes feeds it a learned mixture instead: every `b`
-layers the running sum s is put aside as a snapshot and a new sum starts, and each sub-layer chooses, per token, how much of each
-snapshot and of the current sum it wants to read:
+A plain transformer feeds each sub-layer the running sum of all earlier outputs. AttnRes feeds it a learned mixture
+instead: every `b` layers the running sum s is put aside as a snapshot and a new sum starts, and each sub-layer chooses,
+per token, how much of each snapshot and of the current sum it wants to read:
 
     x = sum_j  softmax_j( RMSNorm(C_j) . (n * p) )  C_j          C = snapshots + [s],  n: norm weight,  p: proj weight
 
@@ -32,7 +32,9 @@ def no_autocast(x):
 
 
 def rms_norm(x, weight, eps):
-    """x [..., D] any float, weight [D] -> x * rsqrt(mean(x^2) + eps) * weight, in weight's dtype. Statistics in float32."""
+    """x [..., D] any float, weight [D] -> x * rsqrt(mean(x^2) + eps) * weight, in weight's dtype. Statistics in
+    float32.
+    """
     return (F.rms_norm(wide(x), x.shape[-1:], eps=eps) * weight).to(weight.dtype)
 
 
@@ -57,7 +59,9 @@ def attnres_mix(candidates, norm, proj, eps):
 
 
 class AttnRes(nn.Module):
-    """One mixture: reads the block snapshots and the running sum. `published` names end in `_norm.weight` and `_proj.weight`."""
+    """One mixture: reads the block snapshots and the running sum. `published` names end in `_norm.weight` and
+    `_proj.weight`.
+    """
 
     def __init__(self, cfg):
         super().__init__()

@@ -1,12 +1,14 @@
 """Checkpoints on disk: safetensors in the published layout, read straight into the model's views and written from them.
 
-`model.published()` maps every published tensor name to the view of a (fused or stacked) weight that holds it. Loading fills each view
-exactly once from a tensor that is consumed exactly once; saving writes the same map back.
+`model.published()` maps every published tensor name to the view of a (fused or stacked) weight that holds it. Loading
+fills each view exactly once from a tensor that is consumed exactly once; saving writes the same map back.
 """
 
 import json
 import os
 import re
+import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -15,31 +17,13 @@ from safetensors.torch import save_file
 from torch import nn
 from tqdm import tqdm
 
-from moe import mxfp4_pack, mxfp4_unpack
+from mla import FP8_SCALES, MLA
+from moe import GROUP, mxfp4_pack, mxfp4_unpack
 
 INDEX = "model.safetensors.index.json"
 OTHER_TOWERS = ("vision_tower.", "mm_projector.")
 EXPERT = re.compile(r"\.experts\.\d+\.(w1|w2|w3)\.weight$")
 FLOATS = ("BF16", "F16", "F32", "F64")
-QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "mxfp4-pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "input_activations": None,
-            "weights": {
-                "num_bits": 4,
-                "type": "float",
-                "strategy": "group",
-                "group_size": 32,
-                "symmetric": True,
-                "dynamic": False,
-            },
-        }
-    },
-    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
-}
 
 
 def canonical(name):
@@ -53,7 +37,9 @@ def canonical(name):
 
 
 def open_shards(path):
-    """The folder's safetensors -> {stored name: open file}. Every file is memory-mapped, every header checked against the index."""
+    """The folder's safetensors -> {stored name: open file}. Every file is memory-mapped, every header checked against
+    the index.
+    """
     path = Path(path)
     weight_map, single = None, path / "model.safetensors"
     if (path / INDEX).is_file():
@@ -61,6 +47,8 @@ def open_shards(path):
             weight_map = dict(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"{path / INDEX}: not a safetensors index ({e!r})") from None
+        if not all(isinstance(f, str) for f in weight_map.values()):
+            raise ValueError(f"{path / INDEX}: weight_map must give a file name for every tensor")
         files = sorted(set(weight_map.values()))
     elif single.is_file():
         files = [single.name]
@@ -93,7 +81,8 @@ def open_shards(path):
 
 
 def load(model, path, device="cpu", progress=True):
-    """Fills `model` (built on the meta device) from the folder `path`, one tensor at a time, and returns it on `device`.
+    """Fills `model` (built on the meta device) from the folder `path`, one tensor at a time, and returns it on
+    `device`.
 
     Raises one ValueError that lists all missing, unexpected and misshaped tensors before anything is allocated.
     """
@@ -108,26 +97,22 @@ def load(model, path, device="cpu", progress=True):
         twice += [name] if canonical(name) in sources else []
         sources[canonical(name)] = (handle, name, tuple(part.get_shape()), part.get_dtype())
     if skipped and progress:
-        tqdm.write(f"{path}: skipped {skipped} tensors of the vision towers", file=os.sys.stderr)
+        tqdm.write(f"{path}: skipped {skipped} tensors of the vision towers", file=sys.stderr)
 
     hold_packed(model, sources)
-    copies = copy_names(model)
+    hold_scales(model, sources)
     wanted = {name: tuple(view.shape) for name, view in model.published().items()}
-    optional = {f"model.layers.{model.cfg.num_hidden_layers}.{n}" for n in INERT} if model.mtp else set()
+    inert = {f"model.layers.{model.cfg.num_hidden_layers}.{n}" for n in INERT} & wanted.keys() if model.mtp else set()
+    copies = {n: tuple(w.shape) for n, w in copy_names(model).items() if n in sources or f"{n}_packed" in sources}
     plan, missing, misshaped = [], [], []  # plan: (canonical name, the sources that fill it)
-    for name, shape in (wanted | {n: tuple(main.shape) for n, main in copies.items() if n in sources}).items():
+    for name, shape in (wanted | copies).items():
         pair = [f"{name}_packed", f"{name}_scale"]
         names = pair if name not in sources and all(n in sources for n in pair) else [name]
-        if names == [name] and name not in sources:
-            missing += [] if name in optional else [name]
-            continue
-        got = [sources.pop(n) for n in names]
-        plan.append((name, got))
-        shapes = [shape] if names == [name] else [(shape[0], shape[1] // 2), (shape[0], shape[1] // 32)]
-        for want, (_, stored_name, have, dtype) in zip(shapes, got):
-            packed = stored_name.endswith(("_packed", "_scale"))
-            if not _fits(name, have, want) or (dtype != "U8" if packed else dtype not in FLOATS):
-                misshaped.append(f"{stored_name} ({dtype} {list(have)}, expected {list(want)})")
+        if name in sources or names is pair:
+            plan.append((name, [sources.pop(n) for n in names]))
+            misshaped += _faults(name, shape, plan[-1][1], model.cfg.kda_heads)
+        elif name not in inert:
+            missing.append(name)
     faults = _listing("missing", missing, "; ") + _listing("unexpected", [s[1] for s in sources.values()], "; ")
     faults += _listing("misshaped", misshaped, "; ") + _listing("present in two spellings", twice, "; ")
     if faults:
@@ -136,7 +121,7 @@ def load(model, path, device="cpu", progress=True):
     model.to_empty(device=device)
     if model.cfg.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
-    for name in optional - {name for name, _ in plan}:
+    for name in inert - {name for name, _ in plan}:
         nn.init.zeros_(model.published()[name])
     views, copies = model.published(), copy_names(model)
     with torch.no_grad(), tqdm(total=len(plan), unit=" tensors", desc="loading", disable=not progress, delay=1) as bar:
@@ -157,19 +142,32 @@ INERT = [f"{mix}_{part}.weight" for mix in ("self_attention_res", "mlp_res") for
 
 
 def hold_packed(model, sources):
-    """Gives every expert stack whose tensors all come as MXFP4 pairs its packed form, so that it stays packed in memory."""
+    """Gives every expert stack whose tensors all come as MXFP4 pairs its packed form, so that it stays packed in
+    memory.
+    """
     for prefix, experts in model.expert_stacks():
         for stack, parts in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             w = getattr(experts, stack)
             names = [f"{prefix}{e}.{part}.weight" for e in range(w.shape[0]) for part in parts]
-            if all(n not in sources and f"{n}_packed" in sources and f"{n}_scale" in sources for n in names):
-                E, out, width = w.shape
-                bytes_ = (torch.empty(E, out, width // n, dtype=torch.uint8, device="meta") for n in (2, 32))
+            pairs = all(n not in sources and f"{n}_packed" in sources and f"{n}_scale" in sources for n in names)
+            E, out, width = w.shape
+            if pairs and width % GROUP == 0:
+                bytes_ = (torch.empty(E, out, width // n, dtype=torch.uint8, device="meta") for n in (2, GROUP))
                 experts.set_packed(stack, *bytes_)
 
 
+def hold_scales(model, sources):
+    """Gives MLA layers the FP8 scales that the checkpoint ships for their cached rows."""
+    for prefix, layer in model.decoder_layers():
+        for name in FP8_SCALES if isinstance(layer.self_attn, MLA) else ():
+            if f"{prefix}self_attn.{name}" in sources:
+                setattr(layer.self_attn, name, nn.Parameter(torch.empty(1, device="meta"), requires_grad=False))
+
+
 def copy_names(model):
-    """Tensors that a checkpoint may ship although the model has them already -> the main tensor that they should equal."""
+    """Tensors that a checkpoint may ship although the model has them already -> the main tensor that they should
+    equal.
+    """
     copies = {"lm_head.weight": model.embed_tokens.weight} if model.cfg.tie_word_embeddings else {}
     if model.mtp:
         at = f"model.layers.{model.cfg.num_hidden_layers}."
@@ -194,14 +192,32 @@ def attach_copy(model, path, name, main, tensor):
         model.mtp.head.weight = nn.Parameter(own)
 
 
-def _fits(name, have, want):
+def _faults(name, shape, sources, heads):
+    """What is wrong with the one plain tensor, or the MXFP4 pair, that is to fill a weight of this shape."""
+    plain = len(sources) == 1
+    kinds = ("U8",) if not plain or name.endswith(("_packed", "_scale")) else FLOATS
+    if plain:
+        shapes = [shape]
+    else:
+        divisible = len(shape) == 2 and shape[1] % GROUP == 0
+        shapes = [(shape[0], shape[1] // 2), (shape[0], shape[1] // GROUP)] if divisible else ["no MXFP4 pair"] * 2
+    return [
+        f"{stored_name} ({dtype} {list(have)}, expected {want if isinstance(want, str) else list(want)})"
+        for want, (_, stored_name, have, dtype) in zip(shapes, sources)
+        if dtype not in kinds or not _fits(name, have, want, heads)
+    ]
+
+
+def _fits(name, have, want, heads):
     if name.endswith(".A_log"):  # [heads], [head_dim] padded, [1, 1, heads, 1]: fill() takes the first `heads` values
-        return max(have, default=0) == torch.Size(have).numel() and max(have) > 0
+        return torch.Size(have).numel() == max(have, default=0) >= heads
     return [n for n in have if n != 1] == [n for n in want if n != 1]
 
 
 def fill(name, view, tensor):
-    """Copies a stored tensor into its view: same shape up to axes of length 1; A_log by its first values, the rest zero."""
+    """Copies a stored tensor into its view: same shape up to axes of length 1; A_log by its first values, the rest
+    zero.
+    """
     if name.endswith(".A_log"):
         tensor = tensor.flatten()[: view.numel()]
         view.zero_()[: tensor.numel()].copy_(tensor)
@@ -221,28 +237,22 @@ def _listing(what, names, end=""):
 
 
 def save(model, path, mxfp4=None, mtp_copies=True, max_shard_bytes=5 << 30):
-    """Writes `model` to the folder `path`; see K3.save_pretrained. Files appear under their names only when all are written."""
+    """Writes `model` to the folder `path`; see K3.save_pretrained.
+
+    The shards are written to a folder of their own first: the old files are replaced only when all are there.
+    """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    shards = [{}]
-    size = 0
-    for name, tensor in tensors_to_write(model, mxfp4, mtp_copies):
-        size += tensor.nbytes
-        if size > max_shard_bytes and shards[-1]:
-            size = tensor.nbytes
-            shards[-1] = _write(path, len(shards), shards[-1])
-            shards.append({})
-        shards[-1][name] = tensor.detach().to("cpu", copy=True).contiguous()
-    shards[-1] = _write(path, len(shards), shards[-1])
-
-    for old in [path / INDEX, *path.glob("model*.safetensors")]:
-        old.unlink(missing_ok=True)
-    weight_map, total = {}, 0
-    for i, (part, names, nbytes) in enumerate(shards, 1):
-        final = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        os.replace(part, path / final)
-        weight_map |= dict.fromkeys(names, final)
-        total += nbytes
+    with tempfile.TemporaryDirectory(dir=path, prefix=".saving-") as part:
+        shards = write_shards(Path(part), tensors_to_write(model, mxfp4, mtp_copies), max_shard_bytes)
+        for old in [path / INDEX, *path.glob("model*.safetensors")]:
+            old.unlink(missing_ok=True)
+        weight_map, total = {}, 0
+        for i, (file, names, nbytes) in enumerate(shards, 1):
+            final = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+            os.replace(file, path / final)
+            weight_map |= dict.fromkeys(names, final)
+            total += nbytes
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (path / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
@@ -250,8 +260,30 @@ def save(model, path, mxfp4=None, mtp_copies=True, max_shard_bytes=5 << 30):
     (path / "config.json").write_text(json.dumps(model.cfg.to_json(quantized), indent=1) + "\n", encoding="utf-8")
 
 
+def write_shards(folder, tensors, max_bytes):
+    """Writes (name, tensor) pairs to files of at most max_bytes -> [(file, names, bytes)]. Holds one shard at a time."""
+    shards, held, size = [], {}, 0
+
+    def flush():
+        file = folder / f"{len(shards)}.safetensors"
+        save_file(held, file, metadata={"format": "pt"})
+        file.chmod(0o644)
+        shards.append((file, list(held), size))
+
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > max_bytes:
+            flush()
+            held, size = {}, 0
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += tensor.nbytes
+    flush()
+    return shards
+
+
 def tensors_to_write(model, mxfp4=None, mtp_copies=True):
-    """Yields (published name, tensor) in the published layout; works on the meta device where nothing has to be (un)packed."""
+    """Yields (published name, tensor) in the published layout; works on the meta device where nothing has to be
+    (un)packed.
+    """
     prefix = "language_model." if model.cfg.wrapped else ""
     views = model.published()
     if model.mtp:
@@ -272,10 +304,3 @@ def tensors_to_write(model, mxfp4=None, mtp_copies=True):
             )
         elif not (mxfp4 is False and name.endswith(".weight_scale")):
             yield prefix + name, view
-
-
-def _write(path, number, tensors):
-    """Writes one shard under a temporary name -> (file, names, bytes)."""
-    part = path / f".part-{number:05d}.safetensors"
-    save_file(tensors, part, metadata={"format": "pt"})
-    return part, list(tensors), sum(t.nbytes for t in tensors.values())

@@ -1,15 +1,18 @@
 """The engine: many requests, one loop. `python engine.py --prompt "Once upon a time"` runs it.
 
     while there are requests:
-        admit waiting requests while slots and pages last
-        one batch: the next chunk of every prompt that is still being read, one token of every answer that is being written
-        run the model over it; sample a token for every sequence that has been read to its end
-        finish what has stopped, and free its pages
+        admit waiting requests, first come first served: resume from the longest cached prefix, take pages for the
+        prompt plan a batch: one token of every answer that is being written, chunks of the prompts that are being read,
+        within a budget where pages run out, evict cached prefixes, then preempt the youngest request run the model;
+        sample a token for every sequence that has been read to its end; snapshot states worth keeping finish what has
+        stopped; its prefix stays in the cache
 
 Everything a sequence needs between steps lies in the page pool (cache.py): its latent rows and its KDA state.
 """
 
 import argparse
+import bisect
+import operator
 import os
 import random
 import resource
@@ -19,10 +22,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
+from tqdm import tqdm
 
 import kernels as registry
-from cache import Batch, Chunk, PagePool
+from cache import FP8, Batch, Chunk, PagePool, PrefixCache
 from model import K3
 from sampling import SamplingParams, logprobs, sample, uniform
 from tokenizer import Tokenizer
@@ -32,9 +37,24 @@ CPU_POOL_BYTES = 256 << 20
 GPU_POOL_SHARE = 0.8  # of the memory that is free once the model is loaded; the rest is for activations
 
 
+@dataclass(frozen=True)
+class Snapshots:
+    """Where a running request leaves a snapshot of its state from which later prompts can resume.
+
+    prompt: at the end of the prompt; answer: at the end of the answer; every: in a long prompt, at multiples of so many
+    tokens (0: never); branch: where a prompt leaves a prefix that the cache knows, if that prefix has at least so many
+    tokens (0: never).
+    """
+
+    prompt: bool = True
+    answer: bool = True
+    every: int = 8192
+    branch: int = 16
+
+
 @dataclass
 class Output:
-    """An answer; it grows in place while its request runs. finish_reason: None, "stop", "length", "abort" or "error"."""
+    """An answer; it grows in place while its request runs. finish_reason: None, "stop", "length", "abort", "error"."""
 
     rid: int
     prompt_tokens: int
@@ -46,26 +66,46 @@ class Output:
 
 
 class Request:
-    """A running request: its tokens so far, how many of them the pool holds, and where."""
+    """A request: its tokens so far, how many of them the pool holds, and where."""
 
     def __init__(self, rid, prompt, params, limit, text):
-        self.params, self.limit = params, limit
-        self.tokens = list(prompt)  # prompt and answer
-        self.computed = 0  # of them, in the pool
-        self.pages = self.state = None
+        self.params, self.limit, self.text = params, limit, text  # text: TextStream, or None without a tokenizer
+        self.buffer, self.length = np.array(prompt, dtype=np.int32), len(prompt)
+        self.pages = self.state = np.empty(0, dtype=np.int64)  # history by page index; state, one a group
+        self.computed = 0  # tokens in the pool
+        self.hidden = None  # of the last of them, before the final norm
+        self.branch = 0  # where the prompt leaves a known prefix: a snapshot is due there
+        self.transfer = None  # its prefix on its way from the host
+        self.shared = False  # whether the cache holds its state pages too: they must not be written
+        self.admitted = self.preempted = False
         self.seed = random.getrandbits(63) if params.seed is None else params.seed
-        self.text = text  # TextStream, or None without a tokenizer
         self.out = Output(rid, len(prompt), logprobs=None if params.logprobs is None else [])
+
+    @property
+    def tokens(self):
+        """Prompt and answer so far, int32 [length]."""
+        return self.buffer[: self.length]
+
+    def append(self, token):
+        if self.length == len(self.buffer):
+            self.buffer = np.concatenate([self.buffer, np.empty_like(self.buffer)])
+        self.buffer[self.length] = token
+        self.length += 1
 
 
 class TextStream:
-    """Turns ids into text piece by piece and watches for stop strings; text that may be the start of one is held back."""
+    """Turns ids into text piece by piece and watches for stop strings; text that may be the start of one is held
+    back.
+    """
 
     def __init__(self, tokenizer, stop):
-        self.decoder, self.stop, self.held = tokenizer.stream(), stop, ""
+        self.decoder, self.vocab_size = tokenizer.stream(), tokenizer.vocab_size
+        self.stop, self.held = stop, ""
 
     def push(self, token):
         """-> (text that is safe to show, whether a stop string was completed)."""
+        if token >= self.vocab_size:  # a row of padding in the output layer
+            return self._release(self.held + self.decoder.flush() + "\ufffd")
         return self._release(self.held + self.decoder.push(token))
 
     def flush(self):
@@ -88,15 +128,31 @@ class TextStream:
 class Engine:
     """Generates text for many requests at once.
 
-    model: a checkpoint folder, or a K3 (its device and dtype are then kept). device: cuda where there is one; dtype: bfloat16 on a GPU,
-    float32 on a CPU. num_pages: pages of the pool (derived from memory). max_batch: requests that run at once. prefill_chunk: prompt
-    tokens read per step, over all requests. Raises ValueError or OSError with one line that says what is wrong.
+    model: a checkpoint folder, or a K3 (its device and dtype are then kept). device: cuda where there is one; dtype:
+    bfloat16 on a GPU, float32 on a CPU. num_pages: pages of the pool (derived from memory). max_batch: requests that
+    run at once. prefill_chunk: prompt tokens read per step, over all requests. prefix_cache: reuse prefixes, resumed
+    where `snapshots` says; host_pages: pages of host memory for evicted prefixes. kv_dtype: "fp8" stores latent rows in
+    8 bits. Raises ValueError or OSError in one line.
     """
 
-    def __init__(self, model=TINY, device=None, dtype=None, num_pages=None, max_batch=64, prefill_chunk=512, draft_tokens=0,
-                 kernels="auto", tokenizer=None):  # fmt: skip
-        _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, kernels)
-        if not isinstance(model, K3):
+    def __init__(
+        self,
+        model=TINY,
+        device=None,
+        dtype=None,
+        num_pages=None,
+        max_batch=64,
+        prefill_chunk=512,
+        draft_tokens=0,
+        kernels="auto",
+        tokenizer=None,
+        prefix_cache=True,
+        snapshots=Snapshots(),  # noqa: B008 (frozen)
+        host_pages=0,
+        kv_dtype=None,
+    ):
+        _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, kernels, host_pages, kv_dtype)
+        if isinstance(model, (str, Path)):
             device = _pick_device(device)
             path, dtype = Path(model), dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
             if not path.is_dir():
@@ -106,15 +162,20 @@ class Engine:
                 tokenizer = Tokenizer.from_pretrained(path)
         self.model, self.cfg, self.tokenizer = model, model.cfg, tokenizer
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
-        self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
-        self.pool = PagePool(self.cfg, num_pages or self._fitting_pages(), self.dtype, self.device)
-        self.waiting, self.running, self._done = deque(), [], []
-        self._next_rid = 0
+        self.max_batch, self.prefill_chunk, self.snapshots = max_batch, prefill_chunk, snapshots
+        latent = FP8 if kv_dtype == "fp8" else None
+        self.pool = PagePool(self.cfg, num_pages or self._fitting_pages(latent), self.dtype, self.device, latent)
+        self.cache = PrefixCache(self.pool, host_pages)
+        self.prefix_cache = prefix_cache
+        self.waiting, self.running, self._done = deque(), [], []  # running: in order of arrival
+        self._next_rid = self.preemptions = 0
+        self._eos = self.cfg.eos_ids
+        self._reused = self._asked = 0  # prompt tokens: from the cache, in all
         self._seconds, self._tokens = {"prompt": 0.0, "decode": 0.0}, {"prompt": 0, "decode": 0}
         self._counts_before = registry.counts.copy()
 
-    def _fitting_pages(self):
-        page = PagePool(self.cfg, 0, self.dtype, "meta").page_bytes
+    def _fitting_pages(self, latent):
+        page = PagePool(self.cfg, 0, self.dtype, "meta", latent).page_bytes
         free = (
             torch.cuda.mem_get_info(self.device)[0] * GPU_POOL_SHARE if self.device.type == "cuda" else CPU_POOL_BYTES
         )
@@ -127,48 +188,70 @@ class Engine:
         return self._enqueue(self._checked(prompt, params or SamplingParams()), params or SamplingParams()).rid
 
     def abort(self, rid):
-        """Ends a request at once, with finish_reason "abort"; its pages are free again. False if no such request is alive."""
+        """Ends a request at once, with finish_reason "abort"; its pages are free again. False if no such request is
+        alive.
+        """
         for request in [*self.waiting, *self.running]:
             if request.out.rid == rid:
                 self._finish(request, "abort")
                 return True
         return False
 
-    def generate(self, prompts, params=None):
-        """prompts: a str, ids, or a list of either; params: one SamplingParams or one per prompt -> list of Output, in order."""
+    def generate(self, prompts, params=None, progress=False):
+        """Answers all prompts: a str, ids, or a list of either; params: one SamplingParams or one per prompt.
+
+        Returns a list of Output, in order. progress: a live line on standard error.
+        """
+        prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
         if isinstance(prompts, str) or (
             len(prompts) and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")
         ):
             prompts = [prompts]
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} SamplingParams; give one, or one per prompt")
         checked = [self._checked(prompt, p) for prompt, p in zip(prompts, params)]  # all are good before any starts
         outs = [self._enqueue(ids, p) for ids, p in zip(checked, params)]
         try:
-            while any(out.finish_reason is None for out in outs):
-                self.step()
+            with tqdm(total=len(outs), unit=" prompts", desc="generating", disable=not progress) as bar:
+                while any(out.finish_reason is None for out in outs):
+                    self._advance()
+                    if progress:
+                        self._show(bar, outs)
         finally:
-            for out in outs:
-                self.abort(out.rid)
+            self._hand_over(outs)
         return outs
 
+    def _show(self, bar, outs):
+        bar.n = sum(out.finish_reason is not None for out in outs)
+        decode, used = self._rate("decode"), 1 - self.pool.free_pages / self.pool.num_pages
+        bar.set_postfix_str(f"{len(self.running)} running, {decode:.0f} tokens/s, pool {used:.0%} full", refresh=False)
+        bar.update(0)
+
     def stream(self, prompt, params=None):
-        """Yields the answer's text in pieces as it is written (lists of ids where there is no tokenizer). Closing it aborts."""
+        """Yields the answer's text in pieces as it is written (lists of ids where there is no tokenizer). Closing it
+        aborts.
+        """
         params = params or SamplingParams()
         out = self._enqueue(self._checked(prompt, params), params)
         sent = 0
         try:
             while sent is not None:
                 if out.finish_reason is None:
-                    self.step()
+                    self._advance()
                 grown = out.text if self.tokenizer else out.token_ids
                 if len(grown) > sent:
                     yield grown[sent:]
                 sent = len(grown) if out.finish_reason is None else None
         finally:
+            self._hand_over([out])
+
+    def _hand_over(self, outs):
+        """Ends what still runs of `outs`; `step` will not return them any more."""
+        for out in outs:
             self.abort(out.rid)
+        self._done = [done for done in self._done if all(done is not out for out in outs)]
 
     def _checked(self, prompt, params):
         """The prompt as a list of ids, or a ValueError that says why it cannot run."""
@@ -180,7 +263,10 @@ class Engine:
             prompt = self.tokenizer.encode(prompt)
         elif params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        ids = [int(i) for i in prompt]
+        try:
+            ids = [operator.index(i) for i in prompt]
+        except TypeError:
+            raise ValueError(f"a prompt is a str or a list of token ids, not {prompt!r:.80}") from None
         wrong = next((i for i in ids if not 0 <= i < self.cfg.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"token id {wrong} is outside the vocabulary of {self.cfg.vocab_size}")
@@ -192,8 +278,8 @@ class Engine:
         need = self.pool.pages_for(len(ids) + max(limit - 1, 0))
         if need > self.pool.num_pages:
             raise ValueError(
-                f"{len(ids)} prompt tokens and max_tokens {limit} need {need} pages of {self.pool.page_size} tokens, and the pool has "
-                f"{self.pool.num_pages}; shorten them or raise num_pages"
+                f"{len(ids)} prompt tokens and max_tokens {limit} need {need} pages of {self.pool.page_size} tokens, "
+                f"and the pool has {self.pool.num_pages}; shorten them or raise num_pages"
             )
         return ids
 
@@ -210,70 +296,219 @@ class Engine:
 
     # ------------------------------------------------------------ the loop
 
-    @torch.inference_mode()
     def step(self):
-        """Runs one batch. Returns the Outputs that grew or finished since the last step."""
-        self._admit()
-        plan, ends = self._plan(), []
-        if plan:
-            started = time.perf_counter()
-            chunks = [Chunk(n, r.computed, r.pages, r.state, r.state) for r, n in plan]
-            ids = [i for r, n in plan for i in r.tokens[r.computed : r.computed + n]]
-            hidden = self.model.hidden(torch.tensor(ids, device=self.device), Batch.paged(self.pool, chunks))
-            row, rows = -1, []
-            for request, n in plan:
-                row += n
-                request.computed += n
-                if request.computed == len(request.tokens):
-                    ends.append(request)
-                    rows.append(row)
-            if ends:
-                self._sample(ends, self.model.logits(hidden[rows]))
-            self._count(plan, time.perf_counter() - started)
+        """Runs one batch. Returns the Outputs that grew in it, and those that have finished since the last call."""
+        grown = self._advance()
         done, self._done = self._done, []
-        return done + [r.out for r in ends if r.out.finish_reason is None]
+        return done + [out for out in grown if out.finish_reason is None]
+
+    @torch.inference_mode()
+    def _advance(self):
+        """Runs one batch; returns the Outputs that grew."""
+        self._admit()
+        ready = [r for r in self.running if r.computed == r.length]  # resumed at their last token: nothing to run
+        started = time.perf_counter()
+        plan = self._plan()
+        if plan:
+            hidden = self._run(plan)
+            last = np.cumsum([c.tokens for _, c in plan]) - 1
+            for (request, chunk), h in zip(plan, hidden[torch.from_numpy(last).to(self.device)].clone()):
+                request.computed, request.hidden = chunk.past + chunk.tokens, h
+                if chunk.dst is not chunk.src:
+                    self.pool.drop(chunk.src)
+                    request.state, request.shared = chunk.dst, False
+                if request.computed <= request.out.prompt_tokens:
+                    self._snapshot(request)
+        ends = ready + [r for r, _ in plan if r.computed == r.length]
+        if ends:
+            self._sample(ends, self.model.logits(torch.stack([r.hidden for r in ends])))
+        if plan:
+            self._count(plan, time.perf_counter() - started)
+        return [r.out for r in ends]
+
+    def _run(self, plan):
+        """The model over one batch -> hidden [N, H]. Where it raises, layers before the fault have moved states on."""
+        ids = np.concatenate([r.buffer[c.past : c.past + c.tokens] for r, c in plan]).astype(np.int64)
+        batch = Batch.paged(self.pool, [c for _, c in plan])
+        try:
+            return self.model.hidden(torch.from_numpy(ids).to(self.device), batch)
+        except BaseException:  # Ctrl-C too: these requests start again from what the cache has, or from nothing
+            for request, chunk in sorted(plan, key=lambda item: -item[0].out.rid):
+                if chunk.dst is not chunk.src:
+                    self.pool.drop(chunk.dst)
+                self._put_back(request)
+            raise
 
     def _admit(self):
-        """First come, first served; pages for the whole answer are taken at once, so a running request never lacks one."""
+        """First come, first served: takes pages for the whole prompt, resuming from what the cache has."""
+        for request in [r for r in self.waiting if r.transfer is not None and r.transfer.ready()]:
+            self.cache.finish(request.transfer)
+            request.transfer = None
         while self.waiting and len(self.running) < self.max_batch:
             request = self.waiting[0]
             if request.limit == 0:
                 self._finish(request, "length")
-                continue
-            need = self.pool.pages_for(len(request.tokens) + request.limit - 1)
-            if need > self.pool.free_pages:
+            elif not self._start(request):
                 break
-            pages = self.pool.allocate(need)
-            request.state, request.pages = pages[: self.pool.groups], pages[self.pool.groups :]
-            self.running.append(self.waiting.popleft())
+
+    def _start(self, request):
+        """Tries to bring the first waiting request into the running ones; False where it has to wait."""
+        if request.transfer is not None:
+            return False
+        node, known = self.cache.match(request.tokens) if self.prefix_cache else (None, 0)
+        if node and any(n.on_host for n in node.path()):
+            request.transfer = self.cache.restore(node)
+            if request.transfer is None:  # no room to bring it back: worth waiting for, unless nothing will make room
+                if self.running:
+                    return False
+                node, _ = self.cache.match(request.tokens, here=True)
+            elif not request.transfer.ready():
+                return False
+            else:
+                self.cache.finish(request.transfer)
+                request.transfer = None
+
+        P, total = self.pool.page_size, self.pool.history_pages(request.length)
+        if node is not None and not self._fits(node, total):
+            if self.running:
+                return False
+            node = None  # alone in the pool: without the cached pages it fits
+        if node is None and total + self.pool.groups > self.pool.num_pages - self.pool.live_pages:
+            return False
+        request.computed, request.hidden = 0, None
+        request.pages = request.state = np.empty(0, dtype=np.int64)
+        if node is not None:
+            self.cache.use(node, resume=True)
+            request.computed, request.hidden, request.state = node.end, node.snapshot.hidden, node.snapshot.pages.copy()
+            request.pages = self.cache.table(node)
+            self.pool.hold(request.state)
+            self.pool.hold(request.pages)
+            if (
+                node.end % P
+            ):  # the last page is partly filled, and this request will write behind it: on a page of its own
+                shared, copy = request.pages[-1:].copy(), self._take(1)
+                self.pool.copy_page(shared[0], copy[0])
+                request.pages[-1:] = copy
+                self.pool.drop(shared)
+        else:
+            request.state = self._take(self.pool.groups)
+        request.pages = np.concatenate([request.pages, self._take(total - len(request.pages))])
+        leaves = known if self.snapshots.branch and known >= self.snapshots.branch else 0
+        request.branch = leaves if request.computed < leaves < request.length else 0
+        if not request.admitted:
+            request.admitted, request.out.cached_tokens = True, request.computed
+            self._reused += request.computed
+            self._asked += request.length
+        request.shared, request.preempted = node is not None, False
+        bisect.insort(self.running, self.waiting.popleft(), key=lambda r: r.out.rid)
+        return True
+
+    def _fits(self, node, total):
+        """Whether the pool can hold a request of `total` history pages that resumes at node: what it shares, copies
+        and adds.
+        """
+        shared = np.concatenate([self.cache.table(node), node.snapshot.pages])
+        new = total - node.end // self.pool.page_size + self.pool.groups
+        return new + int((self.pool.live[shared] == 0).sum()) <= self.pool.num_pages - self.pool.live_pages
+
+    def _take(self, count):
+        """count fresh pages for a running request; the caller has made sure that eviction can free them."""
+        self.cache.evict(count)
+        pages = self.pool.allocate(count)
+        self.pool.hold(pages, fresh=True)
+        return pages
 
     def _plan(self):
-        """[(request, tokens to run)], fewest first: all decode rows, and prompt chunks within the budget."""
+        """[(request, Chunk)], fewest tokens first: all decode rows, and prompt chunks within the budget, oldest
+        first.
+        """
         plan, budget = [], self.prefill_chunk
-        for request in self.running:
-            left = len(request.tokens) - request.computed
-            n = left if left == 1 else min(left, budget)
+        for request in list(self.running):
+            left = request.length - request.computed
+            n = left if left <= 1 else min(left, budget, self._next_snapshot(request) - request.computed)
+            if n <= 0 or request.preempted:
+                continue
+            at_hand = request.computed + n <= len(request.pages) * self.pool.page_size and not request.shared
+            if not at_hand and not self._make_room(request, request.computed + n):
+                continue
+            dst = self._take(self.pool.groups) if request.shared else request.state
+            plan.append((request, Chunk(n, request.computed, request.pages, request.state, dst)))
             budget -= n if left > 1 else 0
-            plan += [(request, n)] if n else []
-        return sorted(plan, key=lambda item: item[1])
+        return sorted(plan, key=lambda item: item[1].tokens)
+
+    def _next_snapshot(self, request):
+        """The position at which the next chunk of a prompt has to end."""
+        stops = [request.out.prompt_tokens] if request.computed < request.out.prompt_tokens else []
+        stops += [request.branch] if request.branch > request.computed else []
+        every = self.snapshots.every
+        stops += [(request.computed // every + 1) * every] if every else []
+        return min(stops, default=request.length)
+
+    def _make_room(self, request, tokens):
+        """Sees that the pages for a step exist: evicts, then preempts the youngest. False if `request` itself had to
+        go.
+        """
+        pages = max(self.pool.history_pages(tokens) - len(request.pages), 0)
+        while not self.cache.evict(pages + self.pool.groups * request.shared):
+            if request.shared and (self.pool.references[request.state] == 1).all():
+                request.shared = False  # its snapshot was evicted just now: the state is its own again
+                continue
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        if pages > 0:
+            request.pages = np.concatenate([request.pages, self._take(pages)])
+        return True
+
+    def _preempt(self, request):
+        """Back to the head of the queue; what it has computed stays in the cache until others need the room."""
+        self._keep(request)
+        self._put_back(request)
+        self.preemptions += 1
+
+    def _put_back(self, request):
+        self._let_go(request)
+        request.preempted = True
+        self.waiting.appendleft(request)
+
+    def _snapshot(self, request):
+        """Keeps the request's state in the cache where a later prompt may resume."""
+        at, s = request.computed, self.snapshots
+        due = s.prompt and at == request.out.prompt_tokens
+        due |= at == request.branch or (s.every and at % s.every == 0 and at < request.out.prompt_tokens)
+        if due:
+            self._keep(request)
+
+    def _keep(self, request):
+        """Puts the request's prefix into the cache, unless it carries a fault."""
+        if self.prefix_cache and request.computed and bool(request.hidden.isfinite().all()):
+            pages = request.pages[: self.pool.history_pages(request.computed)]
+            self.cache.insert(request.buffer[: request.computed], pages, request.state, request.hidden)
+            request.shared = True
+
+    def _let_go(self, request):
+        """Gives up the request's pages; returns those that are free now."""
+        freed = self.pool.drop(request.pages) + self.pool.drop(request.state)
+        request.pages = request.state = np.empty(0, dtype=np.int64)
+        self.running.remove(request)
+        return freed
 
     def _sample(self, requests, logits):
         """Appends a token to each request from its row of logits [R, V], and finishes those that end."""
-        finite = logits.isfinite().all(-1).tolist()
-        draws = [uniform(r.seed, len(r.out.token_ids)) for r in requests]
-        tokens = sample(logits.nan_to_num(), [r.params for r in requests], draws).tolist()
-        for request, row, good, token in zip(requests, logits, finite, tokens):
+        lowest, highest = logits.aminmax(dim=-1)  # a NaN anywhere is both
+        finite = (lowest.isfinite() & highest.isfinite()).tolist()
+        draws = [uniform(r.seed, len(r.out.token_ids)) if r.params.temperature else 0.5 for r in requests]
+        tokens = sample(logits if all(finite) else logits.nan_to_num(), [r.params for r in requests], draws).tolist()
+        for i, (request, good, token) in enumerate(zip(requests, finite, tokens)):
             if not good:
-                self.pool.scrub([*request.pages, *request.state])
                 self._finish(request, "error")
                 continue
-            request.tokens.append(token)
+            request.append(token)
             request.out.token_ids.append(token)
             if request.params.logprobs is not None:
-                request.out.logprobs.append(logprobs(row, token, request.params.logprobs))
-            ended = token in request.params.stop_token_ids or (
-                token in self.cfg.eos_ids and not request.params.ignore_eos
-            )
+                request.out.logprobs.append(logprobs(logits[i], token, request.params.logprobs))
+            ended = token in request.params.stop_token_ids or (token in self._eos and not request.params.ignore_eos)
             if not ended and request.text:
                 piece, ended = request.text.push(token)
                 request.out.text += piece
@@ -281,14 +516,21 @@ class Engine:
                 self._finish(request, "stop" if ended else "length")
 
     def _finish(self, request, reason):
-        """Ends a request: the rest of its text, its pages, its place in the queue."""
+        """Ends a request: the rest of its text, its place in the queue, its pages; its prefix may stay in the cache."""
         if request.text:
             request.out.text += request.text.flush()
         request.out.finish_reason = reason
         if request in self.running:
-            self.running.remove(request)
-            self.pool.release([*request.pages, *request.state])
+            if reason == "error":
+                self.cache.forget(request.tokens)
+                self.pool.scrub(self._let_go(request))
+            else:
+                if self.snapshots.answer and reason != "abort":
+                    self._keep(request)
+                self._let_go(request)
         else:
+            if request.transfer is not None:  # the copy goes on, into pages that stay in the cache
+                self.cache.finish(request.transfer)
             self.waiting.remove(request)
         self._done.append(request.out)
 
@@ -296,38 +538,57 @@ class Engine:
 
     def _count(self, plan, seconds):
         """Splits a step's time between reading prompts and writing answers by their tokens."""
-        total = sum(n for _, n in plan)
-        decode = sum(1 for r, n in plan if n == 1 and r.computed > r.out.prompt_tokens)
+        total = sum(c.tokens for _, c in plan)
+        decode = sum(c.tokens == 1 and c.past >= r.out.prompt_tokens for r, c in plan)
         for kind, tokens in (("prompt", total - decode), ("decode", decode)):
             self._tokens[kind] += tokens
             self._seconds[kind] += seconds * tokens / total
 
+    def _rate(self, kind):
+        return self._tokens[kind] / self._seconds[kind] if self._seconds[kind] else 0.0
+
     @property
     def stats(self):
-        """What the engine holds and did: pages, requests, tokens, tokens/s, and the backend each op really ran with its calls."""
+        """What the engine holds and did: pages, requests, reuse, tokens/s, and the backend each op really ran with
+        its calls.
+        """
         ran = registry.counts - self._counts_before
-        stats = {"pages": self.pool.num_pages, "pages_free": self.pool.free_pages, "page_tokens": self.pool.page_size}
+        pool, host = self.pool, self.cache.host
+        history, state = (
+            np.unique(np.concatenate([[], *[getattr(r, x) for r in self.running]])).size for x in ("pages", "state")
+        )
+        stats = {"pages": pool.num_pages, "pages_free": pool.free_pages, "pages_history": history, "pages_state": state}
+        stats |= {"pages_cached": pool.num_pages - pool.free_pages - pool.live_pages, "page_tokens": pool.page_size}
+        stats |= {
+            "host_pages": host.num_pages if host else 0,
+            "host_pages_used": host.num_pages - host.free_pages if host else 0,
+        }
+        stats |= {"hit_rate": self._reused / self._asked if self._asked else 0.0, "preemptions": self.preemptions}
+        stats |= {"evicted": self.cache.evicted, "offloaded": self.cache.offloaded, "restored": self.cache.restored}
         stats |= {"running": len(self.running), "waiting": len(self.waiting)}
         for kind in ("prompt", "decode"):
-            seconds = self._seconds[kind]
-            stats |= {
-                f"{kind}_tokens": self._tokens[kind],
-                f"{kind}_tokens_per_s": self._tokens[kind] / seconds if seconds else 0.0,
-            }
+            stats |= {f"{kind}_tokens": self._tokens[kind], f"{kind}_tokens_per_s": self._rate(kind)}
         return stats | {"backends": {name: f"{backend} x{calls}" for (name, backend), calls in sorted(ran.items())}}
 
 
-def _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, backend):
+def _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, backend, host_pages, kv_dtype):
     for name, value in (("num_pages", num_pages), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
     if draft_tokens:
         raise ValueError(f"draft_tokens is {draft_tokens}; speculative decoding is not built yet, use 0")
+    if host_pages < 0:
+        raise ValueError(f"host_pages is {host_pages}; it must be 0 or more")
+    if kv_dtype not in (None, "fp8"):
+        raise ValueError(f"kv_dtype is {kv_dtype!r}; None (the model's dtype) and 'fp8' are supported")
     registry.check(backend)
 
 
 def _pick_device(device):
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"device {device!r} is unknown; cpu and cuda are supported") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, but PyTorch sees no GPU here; use --device cpu")
     return device
@@ -339,7 +600,7 @@ def _pick_device(device):
 def _arguments():
     p = argparse.ArgumentParser(
         prog="python engine.py",
-        description="Continue a text with Kimi K3. With --prompt alone, a small K3 that was trained on fairy tales tells a story.",
+        description="Continue a text with Kimi K3. With --prompt alone, a small K3 trained on fairy tales tells one.",
     )
     p.add_argument(
         "--prompt",

@@ -2,10 +2,10 @@
 
 Per head, with d = head_dim and a state S [d_k, d_v] in float32 (Kimi Linear report, arXiv 2510.26692):
 
-    q, k, v = SiLU(conv(x W_q)), SiLU(conv(x W_k)), SiLU(conv(x W_v))      causal depthwise convolution over the last 4 inputs
+    q, k, v = SiLU(conv(x W_q)), SiLU(conv(x W_k)), SiLU(conv(x W_v))      causal, depthwise, over the last 4 inputs
     q = l2norm(q) d^-1/2,   k = l2norm(k),   beta = sigmoid(x W_b)
     r = (x W_fa) W_fb + dt_bias
-    g = gate_lower_bound * sigmoid(exp(A_log) r)        log-decay per key channel; without a bound: -exp(A_log) softplus(r)
+    g = gate_lower_bound * sigmoid(exp(A_log) r)        log-decay per key channel; unbounded: -exp(A_log) softplus(r)
 
     S = diag(e^g) S                                     forget
     S = S + beta k (v - S^T k)^T                        correct what the memory answers for k
@@ -27,7 +27,9 @@ CHUNK, BLOCK = 64, 16
 
 
 def short_conv(x, past, weight):
-    """Causal depthwise convolution. x [B, T, C], past [B, K-1, C] (the inputs before x), weight [C, K] -> [B, T, C], new past."""
+    """Causal depthwise convolution. x [B, T, C], past [B, K-1, C] (the inputs before x), weight [C, K] -> [B, T, C],
+    new past.
+    """
     window = torch.cat([past.to(x.dtype), x], dim=1)
     taps, length = weight.shape[1], x.shape[1]
     y = sum(window[:, i : i + length] * weight[:, i] for i in range(taps))  # the last tap is the current token
@@ -47,7 +49,9 @@ def log_decay(r, A_log, lower_bound):
 
 
 def kda_recurrent(q, k, v, g, beta, state):
-    """The recurrence, one token at a time. q, k, v, g [B, T, h, d], beta [B, T, h], state [B, h, d, d] -> o [B, T, h, d], state."""
+    """The recurrence, one token at a time. q, k, v, g [B, T, h, d], beta [B, T, h], state [B, h, d, d] -> o [B, T, h,
+    d], state.
+    """
     q, k, v, g, beta, state = (wide(x) for x in (q, k, v, g, beta, state))
     out = []
     for t in range(q.shape[1]):
@@ -61,14 +65,16 @@ def kda_recurrent(q, k, v, g, beta, state):
 def kda_chunked(q, k, v, g, beta, state):
     """The same function, CHUNK tokens at a time. Shapes as `kda_recurrent`.
 
-    With G the inclusive sum of g in the chunk and S the state before it, all corrections of a chunk solve one triangular system:
+    With G the inclusive sum of g in the chunk and S the state before it, all corrections of a chunk solve one
+    triangular system:
 
         A_ij = beta_i <k_i e^{G_i - G_j}, k_j>, j < i;      (I + A) U = diag(beta) (V - (k e^G) S)
         o_i = S^T (q_i e^{G_i}) + sum_{j<=i} <q_i e^{G_i - G_j}, k_j> U_j
         S'  = diag(e^{G_C}) S + sum_j (k_j e^{G_C - G_j}) U_j^T
 
-    No exponent is ever positive: G falls by up to 5 a token (more without a bound), so e^{-G_j} alone would overflow. Inside a
-    BLOCK of 16 tokens the difference G_i - G_j is taken first; between blocks it is split at the end of the block before i's.
+    No exponent is ever positive: G falls by up to 5 a token (more without a bound), so e^{-G_j} alone would overflow.
+    Inside a BLOCK of 16 tokens the difference G_i - G_j is taken first; between blocks it is split at the end of the
+    block before i's.
     """
     q, k, v, g, beta, state = (wide(x) for x in (q, k, v, g, beta, state))
     B, T, h, d = q.shape
@@ -146,7 +152,9 @@ class KDA(nn.Module):
         self.o_proj = nn.Linear(inner, cfg.hidden_size, bias=False)
 
     def forward(self, x, batch):
-        """x [N, H], the rows of all sequences in `batch` one after another -> [N, H]. Reads and writes the state pages of batch."""
+        """x [N, H], the rows of all sequences in `batch` one after another -> [N, H]. Reads and writes the state
+        pages of batch.
+        """
         qkv, gate, f_a, b = self.in_proj(x).split(self.sizes, dim=-1)
         gate = gate if self.full_rank_gate else self.g_b_proj(gate)
         r = (self.f_b_proj(f_a) + self.dt_bias).unflatten(-1, (self.heads, self.dim))

@@ -1,14 +1,16 @@
 """Gated Multi-head Latent Attention (MLA) without rotary embedding (NoPE).
 
-All heads share one compressed row per token, [c | k_pe], and only that row is cached (DeepSeek-V2, arXiv 2405.04434, section 2.1):
+All heads share one compressed row per token, [c | k_pe], and only that row is cached (DeepSeek-V2, arXiv 2405.04434,
+section 2.1):
 
     q = RMSNorm(x W_qa) W_qb -> per head [q_nope | q_pe]            (without q_lora_rank: q = x W_q)
     [c | k_pe] = x W_kva;  c = RMSNorm(c)                           the latent row; k_pe is not rotated
     [k_nope | v] = c W_kvb -> per head                              W_kb = the k_nope rows of W_kvb, W_vb = its v rows
     out = ( softmax((q_nope . k_nope + q_pe . k_pe) / sqrt(d)) v  *  sigmoid(x W_g) ) W_o
 
-Two equal forms. Expanded: build k and v of every head from the rows; least arithmetic for many queries. Absorbed: move W_kb to the
-query and W_vb to the output, and attend over the rows themselves as one shared head; least memory traffic for a few queries.
+Two equal forms. Expanded: build k and v of every head from the rows; least arithmetic for many queries. Absorbed: move
+W_kb to the query and W_vb to the output, and attend over the rows themselves as one shared head; least memory traffic
+for a few queries.
 """
 
 import torch
@@ -19,12 +21,15 @@ import kernels
 from attnres import RMSNorm
 
 ABSORB = 16  # up to this many queries a sequence use the absorbed form
+FP8_SCALES = ("latent_scale", "key_scale")
 LATENT_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm only; every other norm uses rms_norm_eps
 
 
 @kernels.op("mla_prefill")
 def mla_expanded(q, rows, W_kvb, mask, scale):
-    """q [B, T, h, n+p], rows [B, L, r+p], W_kvb [h, n+v, r], mask [B, T, L] bool or None for plain causal -> [B, T, h, v]."""
+    """q [B, T, h, n+p], rows [B, L, r+p], W_kvb [h, n+v, r], mask [B, T, L] bool or None for plain causal -> [B, T,
+    h, v].
+    """
     r = W_kvb.shape[-1]
     nope = q.shape[-1] - (rows.shape[-1] - r)
     c, k_pe = rows.split([r, rows.shape[-1] - r], dim=-1)
@@ -71,26 +76,37 @@ class MLA(nn.Module):
         self.kv_a_layernorm = RMSNorm(self.rank, LATENT_EPS)
         self.kv_b_proj = nn.Linear(self.rank, self.heads * (cfg.qk_nope_head_dim + self.v_dim), bias=False)
         self.o_proj = nn.Linear(inner, cfg.hidden_size, bias=False)
+        self.latent_scale = self.key_scale = None  # [1] each, for rows stored in FP8, where the checkpoint ships them
 
     def forward(self, x, batch):
-        """x [N, H], the rows of all sequences in `batch` one after another -> [N, H]. Writes their latent rows, reads the history."""
+        """x [N, H], the rows of all sequences in `batch` one after another -> [N, H]. Writes their latent rows, reads
+        the history.
+        """
         q, kv, gate = self.in_proj(x).split(self.sizes, dim=-1)
         if self.q_rank:
             q = self.q_b_proj(self.q_a_layernorm(q))
         q = q.unflatten(-1, (self.heads, self.qk_dim))
         c, k_pe = kv.split([self.rank, self.pe], dim=-1)
         rows = torch.cat([self.kv_a_layernorm(c), k_pe], dim=-1)
-        batch.write_rows(self.index, rows)
+        scale = self.row_scale(rows)
+        batch.write_rows(self.index, rows, scale)
 
         W_kvb = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
         out = []
         for seg in batch.segments:
-            history, mask = batch.read_rows(self.index, seg, rows)
+            history, mask = batch.read_rows(self.index, seg, rows, scale)
             # mask None: a whole sequence is causal, a lone last token sees everything
             form = mla_absorbed if seg.T <= ABSORB and not (mask is None and seg.T > 1) else mla_expanded
             out.append(form(seg.dense(q), history, W_kvb, mask, self.qk_dim**-0.5).flatten(0, 1))
         o = torch.cat(out).flatten(1)
         return self.o_proj(o * gate.sigmoid() if self.gated else o)
+
+    def row_scale(self, rows):
+        """What a row is divided by before it is stored in FP8: [r + p], one number for the latent and one for the
+        shared key.
+        """
+        parts = ((self.latent_scale, self.rank), (self.key_scale, self.pe))
+        return torch.cat([rows.new_ones(n) if s is None else s.to(rows).expand(n) for s, n in parts])
 
     def published(self):
         """Published tensor name -> the view of our fused weights that holds it."""
@@ -106,4 +122,5 @@ class MLA(nn.Module):
             names |= {"q_proj": q}
         names |= {"g_proj": gate} if self.gated else {}
         names |= {"o_proj": self.o_proj.weight}
-        return {f"{name}.weight": w for name, w in names.items()}
+        scales = {name: getattr(self, name) for name in FP8_SCALES if getattr(self, name) is not None}
+        return {f"{name}.weight": w for name, w in names.items()} | scales

@@ -1,6 +1,7 @@
-"""Stable LatentMoE: many small experts in a latent space, chosen per token, beside a shared expert; and the dense layer.
+"""Stable LatentMoE: many small experts in a latent space, chosen per token, beside a shared expert; and the dense
+layer.
 
-    SiTU(a, u) = beta tanh(a / beta) sigmoid(a) * linear_beta tanh(u / linear_beta)         hidden_act situ; silu: SwiGLU, silu(a) u
+    SiTU(a, u) = beta tanh(a / beta) sigmoid(a) * linear_beta tanh(u / linear_beta)      (hidden_act silu: silu(a) u)
 
     router:  p = sigmoid(x W_router) in float32; the top k of p + correction bias are chosen, ties to the lower id;
              weights = chosen p (without the bias), normalized to sum 1, times routed_scaling_factor
@@ -8,8 +9,9 @@
     y = sum_e weight_e (SiTU(z W1_e, z W3_e) W2_e)
     out = RMSNorm(y) W_up_latent + shared(x)
 
-The routed experts are nearly all of the model's bytes. They stay packed in memory as MXFP4 (OCP Microscaling Formats v1.0): two
-4-bit floats a byte and one power-of-two scale for 32 of them; only the experts that a batch uses are unpacked.
+The routed experts are nearly all of the model's bytes. They stay packed in memory as MXFP4 (OCP Microscaling Formats
+v1.0): two 4-bit floats a byte and one power-of-two scale for 32 of them; only the experts that a batch uses are
+unpacked.
 """
 
 import functools
@@ -27,7 +29,9 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of the low thre
 
 
 def activation(a, u, cfg):
-    """The gated activation of a gate a and an up projection u (same shape), computed in float32, returned in a's dtype."""
+    """The gated activation of a gate a and an up projection u (same shape), computed in float32, returned in a's
+    dtype.
+    """
     x, y = wide(a), wide(u)
     if cfg.hidden_act == "silu":
         return (F.silu(x) * y).to(a.dtype)
@@ -39,10 +43,12 @@ def activation(a, u, cfg):
 
 
 def mxfp4_pack(w):
-    """w [..., in] float, in a multiple of 32 -> packed uint8 [..., in/2] (low nibble = even input), scale uint8 [..., in/32].
+    """w [..., in] float, in a multiple of 32 -> packed uint8 [..., in/2] (low nibble = even input), scale uint8 [...,
+    in/32].
 
-    Each group takes the smallest power of two under which its largest magnitude is at most 6, and rounds to the nearest value, ties to
-    the even code. A group that MXFP4 represents exactly comes back exactly. Raises ValueError on a value that is not finite.
+    Each group takes the smallest power of two under which its largest magnitude is at most 6, and rounds to the nearest
+    value, ties to the even code. A group that MXFP4 represents exactly comes back exactly. Raises ValueError on a value
+    that is not finite.
     """
     if w.shape[-1] % GROUP or not w.isfinite().all():
         raise ValueError(f"MXFP4 packs finite rows of a multiple of {GROUP} values, not {tuple(w.shape)}")
@@ -61,7 +67,9 @@ def mxfp4_pack(w):
 
 
 def mxfp4_unpack(packed, scale, dtype):
-    """packed uint8 [..., in/2], scale uint8 [..., in/32] (byte s is 2^(s-127)) -> [..., in] of dtype, exact in bf16 and wider."""
+    """packed uint8 [..., in/2], scale uint8 [..., in/32] (byte s is 2^(s-127)) -> [..., in] of dtype, exact in bf16
+    and wider.
+    """
     pairs, powers = _tables(dtype, packed.device)
     values = pairs.index_select(0, packed.flatten().int()).view(dtype).view(*scale.shape, GROUP)
     return (values * powers[scale.int()][..., None]).flatten(-2)
@@ -69,7 +77,9 @@ def mxfp4_unpack(packed, scale, dtype):
 
 @functools.cache
 def _tables(dtype, device):
-    """Byte -> its two values, as one word of twice dtype's size so that a lookup copies both [256]; scale byte -> power of two [256]."""
+    """Byte -> its two values, as one word of twice dtype's size so that a lookup copies both [256]; scale byte ->
+    power of two [256].
+    """
     values = torch.tensor(FP4 + tuple(-v for v in FP4), dtype=torch.float64)
     byte = torch.arange(256)
     pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=1).to(device, dtype)
@@ -80,7 +90,9 @@ def _tables(dtype, device):
 
 
 class Experts(nn.Module):
-    """E experts' matrices stacked: `w13` [E, 2I, L] (gate rows, then up rows) and `w2` [E, L, I]; each float or packed MXFP4."""
+    """E experts' matrices stacked: `w13` [E, 2I, L] (gate rows, then up rows) and `w2` [E, L, I]; each float or
+    packed MXFP4.
+    """
 
     def __init__(self, num, width, inner):
         super().__init__()
@@ -119,7 +131,8 @@ class Experts(nn.Module):
 def routed_experts(z, ids, weights, experts, cfg):
     """z [N, L], ids [N, k] int64, weights [N, k] float32 -> sum over the k chosen experts, [N, L] in z's dtype.
 
-    Rows are sorted by expert and padded to the longest in each group of TOGETHER experts, so that a group is two batched products.
+    Rows are sorted by expert and padded to the longest in each group of TOGETHER experts, so that a group is two
+    batched products.
     """
     N, k = ids.shape
     order = ids.flatten().argsort(stable=True)
@@ -143,7 +156,9 @@ def routed_experts(z, ids, weights, experts, cfg):
 
 
 class Router(nn.Module):
-    """Scores every expert for a token and chooses k of them, with auxiliary-loss-free balancing (DeepSeek-V3, arXiv 2412.19437)."""
+    """Scores every expert for a token and chooses k of them, with auxiliary-loss-free balancing (DeepSeek-V3, arXiv
+    2412.19437).
+    """
 
     def __init__(self, cfg):
         super().__init__()
@@ -162,7 +177,9 @@ class Router(nn.Module):
 
 @kernels.op("router")
 def route(logits, bias, cfg):
-    """logits [N, E], bias [E], both float32 -> chosen ids [N, k], weights [N, k]. Ties go to the lower id (and lower group)."""
+    """logits [N, E], bias [E], both float32 -> chosen ids [N, k], weights [N, k]. Ties go to the lower id (and lower
+    group).
+    """
     p = logits.sigmoid() if cfg.moe_router_activation_func == "sigmoid" else logits.softmax(-1)
     biased = p.detach() + bias
     if cfg.use_grouped_topk and cfg.num_expert_group > 1:
@@ -178,7 +195,9 @@ def route(logits, bias, cfg):
 
 
 def top(x, k):
-    """The k largest along the last dim, as (values, ids). Unlike torch.topk, equal values come in the order of their ids."""
+    """The k largest along the last dim, as (values, ids). Unlike torch.topk, equal values come in the order of their
+    ids.
+    """
     values, ids = x.sort(dim=-1, descending=True, stable=True)
     return values[..., :k], ids[..., :k]
 

@@ -1,9 +1,10 @@
 """Choosing the next token: parameters, the sampler, log-probabilities.
 
-A draw depends only on the request's seed and the position in its answer, never on batch mates or on how often the engine stopped:
-u = uniform(seed, position), and the token is where the cumulative distribution passes u.
+A draw depends only on the request's seed and the position in its answer, never on batch mates or on how often the
+engine stopped: u = uniform(seed, position), and the token is where the cumulative distribution passes u.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,11 @@ import torch
 class SamplingParams:
     """How one request is answered.
 
-    max_tokens: at most so many new tokens. temperature: 0 is greedy. top_k: keep the k likeliest (0: all); top_p: the fewest likeliest
-    tokens whose probabilities reach p; min_p: those at least min_p times as likely as the likeliest; all three after the temperature,
-    in this order. seed: None draws one. stop: strings that end the answer (not part of the text); stop_token_ids: ids that do.
-    ignore_eos: go on after the end-of-text id. logprobs: None, or how many of the likeliest tokens to report beside the chosen one.
+    max_tokens: at most so many new tokens. temperature: 0 is greedy. top_k: keep the k likeliest (0: all); top_p: the
+    fewest likeliest tokens whose probabilities reach p; min_p: those at least min_p times as likely as the likeliest;
+    all three after the temperature, in this order. seed: None draws one. stop: strings that end the answer (not part of
+    the text); stop_token_ids: ids that do. ignore_eos: go on after the end-of-text id. logprobs: None, or how many of
+    the likeliest tokens to report beside the chosen one.
     """
 
     max_tokens: int = 256
@@ -35,38 +37,42 @@ class SamplingParams:
             if not ok:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {range_}")
 
-        need(isinstance(self.max_tokens, int) and self.max_tokens >= 0, "max_tokens", "a whole number, 0 or more")
-        need(0 <= self.temperature < float("inf"), "temperature", "0 or more")
-        need(isinstance(self.top_k, int) and self.top_k >= 0, "top_k", "a whole number, 0 (all) or more")
-        need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
-        need(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
-        need(self.seed is None or isinstance(self.seed, int), "seed", "a whole number or None")
-        need(
-            self.logprobs is None or (isinstance(self.logprobs, int) and self.logprobs >= 0),
-            "logprobs",
-            "None, 0 or more",
-        )
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        need(all(isinstance(s, str) and s for s in self.stop), "stop", "a string or strings, none empty")
-        need(all(isinstance(i, int) for i in self.stop_token_ids), "stop_token_ids", "whole numbers")
+        def is_a(name, *types):
+            return isinstance(getattr(self, name), types) and not isinstance(getattr(self, name), bool)
+
+        number, listed = (int, float), (tuple, list)
+        need(is_a("max_tokens", int) and self.max_tokens >= 0, "max_tokens", "a whole number, 0 or more")
+        need(is_a("temperature", *number) and 0 <= self.temperature < math.inf, "temperature", "a number, 0 or more")
+        need(is_a("top_k", int) and self.top_k >= 0, "top_k", "a whole number, 0 (all) or more")
+        need(is_a("top_p", *number) and 0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
+        need(is_a("min_p", *number) and 0 <= self.min_p <= 1, "min_p", "a number between 0 and 1")
+        need(self.seed is None or is_a("seed", int), "seed", "a whole number or None")
+        count = self.logprobs is None or is_a("logprobs", int) and self.logprobs >= 0
+        need(count, "logprobs", "None, or a whole number, 0 or more")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        need(isinstance(stop, listed) and all(isinstance(s, str) and s for s in stop), "stop", "strings, none empty")
+        object.__setattr__(self, "stop", tuple(stop))
+        ids = self.stop_token_ids
+        need(isinstance(ids, listed) and all(isinstance(i, int) for i in ids), "stop_token_ids", "whole numbers")
 
 
 def uniform(seed, position):
-    """A number in (0, 1) that depends on the two integers alone (SplitMix64, Steele et al. 2014; 53 bits)."""
+    """A number in (0, 1) that depends on the two integers alone (SplitMix64, Steele et al. 2014; 52 bits)."""
     mask = (1 << 64) - 1
     z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & mask
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = ((z ^ (z >> shift)) * factor) & mask
-    return (((z ^ (z >> 31)) >> 11) + 0.5) / (1 << 53)
+    return (((z ^ (z >> 31)) >> 12) + 0.5) / (1 << 52)
 
 
 def distribution(logits, temperature, top_k, top_p, min_p):
     """The filtered distribution of each row, likeliest token first.
 
-    logits [R, V] float32; the parameters are tensors [R] (temperature > 0; top_k >= 1) -> probs [R, V] summing to 1 in float64, ids [R, V].
+    logits [R, V] float32; the parameters are tensors [R] (temperature > 0; top_k >= 1) -> probs [R, V] summing to 1 in
+    float64, ids [R, V].
     """
     values, ids = logits.double().sort(dim=-1, descending=True, stable=True)
-    probs = (values / temperature[:, None]).softmax(-1)
+    probs = ((values - values[:, :1]) / temperature[:, None]).softmax(-1)  # 0 and less: no overflow at any temperature
     rank = torch.arange(probs.shape[-1], device=probs.device)
     probs = probs.masked_fill(rank >= top_k[:, None], 0)
     probs = probs / probs.sum(-1, keepdim=True)
@@ -77,7 +83,9 @@ def distribution(logits, temperature, top_k, top_p, min_p):
 
 
 def sample(logits, params, draws):
-    """One token per row. logits [R, V] float32 (finite), params: R SamplingParams, draws: R numbers of `uniform` -> ids [R] int64."""
+    """One token per row. logits [R, V] float32 (finite), params: R SamplingParams, draws: R numbers of `uniform` ->
+    ids [R] int64.
+    """
     chosen = logits.argmax(-1)
     rows = [i for i, p in enumerate(params) if p.temperature > 0]
     if rows:
@@ -88,13 +96,15 @@ def sample(logits, params, draws):
         *filters, u = torch.tensor(columns, dtype=torch.float64, device=logits.device).unbind(1)
         probs, ids = distribution(logits[rows], *filters)
         last = (probs > 0).sum(-1, keepdim=True) - 1  # rounding must not step past the kept tokens
-        at = torch.searchsorted(probs.cumsum(-1), u[:, None], right=True).minimum(last)
+        at = torch.searchsorted(probs.cumsum(-1), u[:, None].contiguous(), right=True).minimum(last)
         chosen[rows] = ids.gather(-1, at)[:, 0]
     return chosen
 
 
 def logprobs(logits, chosen, count):
-    """logits [V], a chosen id -> {id: log-probability} of the chosen token first, then of the `count` likeliest, unfiltered."""
+    """logits [V], a chosen id -> {id: log-probability} of the chosen token first, then of the `count` likeliest,
+    unfiltered.
+    """
     logp = logits.double().log_softmax(-1)
     best = logp.topk(min(count, logp.shape[-1])).indices.tolist()
     return {i: logp[i].item() for i in dict.fromkeys([chosen, *best])}

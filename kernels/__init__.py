@@ -1,7 +1,7 @@
 """The registry of operators: which implementation of each op runs, and a count of what really ran.
 
-An op is declared where its PyTorch path is written, `@kernels.op("kda")`; that function is the truth. Calls go through the registry,
-so `kernels.counts` can say which backend each op ran. PyTorch is the only backend so far.
+An op is declared where its PyTorch path is written, `@kernels.op("kda")`; that function is the truth. Calls go through
+the registry, so `kernels.counts` can say which backend each op ran. PyTorch is the only backend so far.
 """
 
 import functools

@@ -170,7 +170,7 @@ def test_a_batch_points_at_its_own_rows(sizes):
         assert seg.rows == slice(start, start := start + seg.B * seg.T)
         assert seg.src.tolist() == [c.src.tolist() for c, _ in mine]
         assert seg.dst.tolist() == [c.dst.tolist() for c, _ in mine]
-        assert (seg.fresh.tolist() if seg.fresh is not None else [False] * seg.B) == [c.past == 0 for c, _ in mine]
+        assert seg.fresh == any(c.past == 0 for c, _ in mine) and seg.past.tolist() == [c.past for c, _ in mine]
         for b, (c, own) in enumerate(mine):
             seen, beyond = seg.history[b].tolist()[: len(own)], seg.history[b].tolist()[len(own) :]
             assert c.tokens == seg.T and seen == own

@@ -159,7 +159,7 @@ def test_ctrl_c(cli, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "step", interrupt)
+    monkeypatch.setattr(Engine, "_advance", interrupt)
     assert cli("--prompt", "abc") == (130, "", "")
 
 

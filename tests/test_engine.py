@@ -37,7 +37,10 @@ def greedy(n, **options):
 
 
 def engine(model="micro", num_pages=24, **options):
-    eng = Engine(case(model)[0] if isinstance(model, str) else model, num_pages=num_pages, **options)
+    """An engine without a prefix cache (test_prefix.py has those), on a pool full of NaN."""
+    eng = Engine(
+        case(model)[0] if isinstance(model, str) else model, num_pages=num_pages, **{"prefix_cache": False, **options}
+    )
     eng.pool.slabs.fill_(255)  # NaN in every dtype
     return eng
 
@@ -79,13 +82,13 @@ def some(always, *values):
 
 
 @pytest.mark.parametrize(
-    "name, chunk", some(lambda name, chunk: chunk == 512 or name in both_gates, CASES, [1, 7, 16, 64, 512])
+    "name, chunk", some(lambda name, chunk: name in both_gates or chunk in (1, 512), CASES, [1, 7, 16, 64, 512])
 )
 def test_greedy_is_the_reference(name, chunk):
     ids = case(name)[1]["greedy_from_20"].tolist()
-    eng, n = engine(name, prefill_chunk=chunk), 40 if chunk == 512 else 10
-    (out,) = eng.generate(ids[:20], greedy(n))
-    assert out.token_ids == ids[20 : 20 + n]
+    eng = engine(name, prefill_chunk=chunk)
+    (out,) = eng.generate(ids[:20], greedy(40))
+    assert out.token_ids == ids[20:]
     assert (out.finish_reason, out.prompt_tokens, out.cached_tokens, out.text) == ("length", 20, 0, "")
     assert_idle(eng)
 
@@ -222,9 +225,7 @@ PASTS = {"fresh": (0,) * 8, "continued": (5, 130, 64, 17, 1, 200, 128, 127)}
 PASTS["both"] = PASTS["fresh"] + PASTS["continued"]  # each length twice, one with and one without a past
 
 
-@pytest.mark.parametrize(
-    "name, pasts", some(lambda name, pasts: pasts == ("both" if name in both_gates else "continued"), CASES, PASTS)
-)
+@pytest.mark.parametrize("name, pasts", some(lambda name, pasts: name in both_gates or pasts != "both", CASES, PASTS))
 def test_ragged_batch(name, pasts):
     """Field note 3: each sequence of a mixed batch, prompts, continuations and decode rows, equals itself alone."""
     model = case(name)[0]
@@ -371,12 +372,13 @@ def test_a_step_that_fails_does_not_corrupt(monkeypatch):
 
 def test_an_interrupted_generate_leaves_nothing(monkeypatch):
     eng = engine()
-    step = eng.step
-    monkeypatch.setattr(eng, "step", lambda: step() if len(eng.running) < 2 or eng.running[0].computed < 6 else 1 / 0)
+    step = eng._advance
+    monkeypatch.setattr(
+        eng, "_advance", lambda: step() if len(eng.running) < 2 or eng.running[0].computed < 6 else 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         eng.generate([prompt(3), prompt(4), prompt(5)], greedy(9))
     monkeypatch.undo()
-    assert len([out for out in eng.step() if out.finish_reason == "abort"]) == 3
     assert_idle(eng)
 
 
@@ -419,7 +421,7 @@ def test_aborting_under_a_stream_ends_it():
     assert_idle(eng)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
+@pytest.mark.parametrize("seed", range(3))
 def test_nothing_leaks(seed):
     """A random life: adding, stepping, aborting, streams closed early, faults; pages are counted after every move."""
     rng = random.Random(seed)

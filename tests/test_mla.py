@@ -88,7 +88,7 @@ def formula(x, W, cfg, q_eps=1e-6, kv_eps=1e-6):
 class Masked(Batch):
     """Whole sequences whose mask is given as a tensor: with few tokens the module then takes the absorbed form."""
 
-    def read_rows(self, mla_index, seg, rows):
+    def read_rows(self, mla_index, seg, rows, scale):
         return seg.dense(rows), causal(seg.B, seg.T, seg.T)
 
 

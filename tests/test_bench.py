@@ -1,0 +1,150 @@
+"""bench.py: a trace follows from its seed, theory is brute force, and a quick run of each command says what it must."""
+
+import json
+import random
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from helpers import DATA, case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bench
+from cache import PagePool, PrefixCache
+from engine import Engine
+
+ids = st.lists(st.integers(0, 2), max_size=12)
+array = lambda x: np.array(x, dtype=np.int32)
+
+
+# ---------------------------------------------------------------- the trace
+
+
+def test_trace_follows_from_its_seed():
+    trace = bench.make_trace(3, 4, 5, 1000)
+    assert trace == bench.make_trace(3, 4, 5, 1000) and trace != bench.make_trace(4, 4, 5, 1000)
+    shared, talks = trace
+    assert len(shared) == bench.SYSTEM + bench.TOOLS and [len(talk) for talk in talks] == [5] * 4
+
+
+@pytest.mark.parametrize("vocab, most", [(64, 64), (257, 257), (2048, 2048 - 256)])
+def test_trace_leaves_control_slots_out(vocab, most):
+    shared, talks = bench.make_trace(0, 10, 5, vocab)
+    used = {*shared, *(i for talk in talks for turn in talk for text in turn.texts for i in text)}
+    assert used <= set(range(most)) and max(used) > 0.9 * most
+
+
+def test_the_default_trace_has_all_it_should():
+    """Over 90 % theoretical reuse; branches, edits that keep a part of what they change, pauses."""
+    trace = bench.make_trace(0, 16, 8, 257)
+    shared, talks = trace
+    turns = [turn for talk in talks for turn in talk]
+    assert {len(turn.texts) for turn in turns} == {1, 2, 3} and {turn.back for turn in turns} >= {0, 1, 2}
+    assert max(turn.pause for turn in turns) > 30
+    draw, known, theory, asked = random.Random(0), [], 0, []
+    for talk in talks:
+        speaker, answers, before = bench.client(shared, talk), None, []
+        for turn in talk:
+            pause, requests = speaker.send(answers)
+            prompts = [array(prompt) for prompt, _ in requests]
+            assert pause == turn.pause and [n for _, n in requests] == turn.answers
+            assert turn.back or all((prompt[: len(before)] == before).all() for prompt in prompts)
+            theory += sum(bench.reusable(prompt, known) for prompt in prompts)
+            asked += [(len(prompt), n) for prompt, n in requests]
+            answers = [draw.choices(range(257), k=n) for n in turn.answers]
+            texts = [np.append(prompt, answer) for prompt, answer in zip(prompts, answers)]
+            known += [text[:-1] for text in texts]
+            before = texts[0]
+    assert asked == bench.lengths(trace) and max(map(sum, asked)) <= case("micro")[0].cfg.max_position_embeddings
+    assert theory > 0.9 * sum(n for n, _ in asked)
+
+
+# ---------------------------------------------------------------- theory
+
+
+@given(ids, st.lists(ids, max_size=6))
+@settings(deadline=None)
+def test_theory_is_brute_force(prompt, texts):
+    starts = {tuple(text[:n]) for text in texts for n in range(len(text) + 1)}
+    want = max((n for n in range(len(prompt) + 1) if tuple(prompt[:n]) in starts), default=0)
+    assert bench.reusable(array(prompt), [array(text) for text in texts]) == want
+
+
+def test_nothing_reuses_more_than_theory_and_a_replay_repeats():
+    """In pools large and small, with and without a host tier; the answers, and so the prompts, are always the same."""
+    model, trace = case("micro")[0], bench.make_trace(1, 3, 3, 257, 0.25)
+    seen = set()
+    for pages, host_pages, concurrency in ((300, 0, 3), (300, 0, 3), (12, 0, 2), (12, 300, 3)):
+        engine = Engine(model, num_pages=pages, host_pages=host_pages)
+        asked, peak = bench.replay(engine, trace, concurrency)
+        assert len(asked) == len(bench.lengths(trace)) and 0 < peak <= pages
+        for a in asked:
+            assert a.request.out.cached_tokens <= a.theory <= a.request.out.prompt_tokens
+            assert a.added < a.first <= a.last and a.request.out.finish_reason == "length"
+        seen.add(tuple(sorted(tuple(a.request.tokens) for a in asked)))
+        assert not engine.pool.live_pages and not engine.waiting
+    assert len(seen) == 1
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def test_agent(tmp_path, capsys):
+    """A pool that holds everything reuses 98 % of what an unlimited cache could, a quarter with a host tier 80 %."""
+    file = tmp_path / "agent.json"
+    assert bench.main(["agent", "--model", str(DATA / "micro"), "--quick", "--device", "cpu", "--json", str(file)]) == 0
+    result, table = json.loads(file.read_text()), capsys.readouterr().out
+    assert {"commit", "versions", "command", "rows"} <= result.keys() and str(tmp_path) not in result["command"]
+    whole, quarter = (r for r in result["rows"] if r["sweep"] == "pool")
+    assert whole["theory"] > 0.85 and whole["of_theory"] >= 0.98 and not whole["evicted"]
+    assert quarter["of_theory"] >= 0.8 and quarter["host_pages"] and quarter["pages"] <= whole["pages"] / 4
+    assert 0 < whole["ttft_p50_ms"] <= whole["ttft_p90_ms"] <= whole["ttft_p99_ms"]
+    assert 0 < whole["user_p10_tok_s"] <= whole["user_p50_tok_s"] and whole["total_tok_s"] > 0
+    assert "hold everything" in table and f"{whole['of_theory']:.1%}" in table
+
+
+def test_plot(tmp_path):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    row = {f"ttft_p{p}_ms": 10.0 + p for p in (50, 90)} | {"user_p10_tok_s": 5.0, "total_tok_s": 9.0, "concurrency": 2}
+    row |= {"reuse": 0.8, "theory": 0.9}
+    rows = [{"sweep": "pool", "pages": n, "host_pages": host} | row for n in (10, 20) for host in (0, 99)]
+    bench.plot_agent(plt, [*rows, {"sweep": "concurrency"} | row]).savefig(tmp_path / "agent.png")
+    assert (tmp_path / "agent.png").stat().st_size > 1000
+
+
+def test_host(tmp_path):
+    file = tmp_path / "host.json"
+    assert bench.main(["host", "--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert all(r["value"] > 0 for r in rows) and {r["unit"] for r in rows} == {"ms", "%"}
+    assert all(r["value"] < r["target"] for r in rows if r["unit"] == "%")
+
+
+def test_memory_of_the_tree_is_about_what_python_took():
+    pool = PagePool(case("micro")[0].cfg, 200, device="meta")
+    pages, state, draw = pool.allocate(100), pool.allocate(pool.groups), np.random.default_rng(0)
+    text = draw.integers(0, 99, 128 * 100, dtype=np.int32)
+    tracemalloc.start()
+    cache = PrefixCache(pool)
+    for end in [*range(100, 12800, 100), 50]:  # the last splits
+        cache.insert(text[:end], pages, state, torch.zeros(1))
+    cache.insert(np.append(text[:77], [100]).astype(np.int32), pages, state, torch.zeros(1))
+    took = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert 0.7 < bench.tree_bytes(cache, 4) / took < 1.5
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["agent", "--model", "no-such-folder"], "no-such-folder"),
+        (["agent", "--model", str(DATA / "micro"), "--turns", "99"], "fewer --turns"),
+        (["host", "--json", "no-such-folder/x.json"], "no such folder"),
+    ],
+)
+def test_errors(args, says, capsys):
+    assert bench.main(args) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and says in error
