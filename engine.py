@@ -175,11 +175,11 @@ class Engine:
         self._counts_before = registry.counts.copy()
 
     def _fitting_pages(self, latent):
-        page = PagePool(self.cfg, 0, self.dtype, "meta", latent).page_bytes
+        empty = PagePool(self.cfg, 0, self.dtype, "meta", latent)
         free = (
             torch.cuda.mem_get_info(self.device)[0] * GPU_POOL_SHARE if self.device.type == "cuda" else CPU_POOL_BYTES
         )
-        return max(int(free) // page, 1)
+        return max(int(free) // empty.page_bytes, empty.pages_for(1))
 
     # ------------------------------------------------------------ requests
 

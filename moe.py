@@ -135,6 +135,12 @@ def routed_experts(z, ids, weights, experts, cfg):
     batched products.
     """
     N, k = ids.shape
+    if N * k <= TOGETHER:  # a few choices: each takes its expert's matrices, and nothing is sorted
+        a, u = (experts.weights("w13", ids.flatten(), z.dtype) @ z.repeat_interleave(k, 0)[..., None])[..., 0].chunk(
+            2, -1
+        )
+        y = (experts.weights("w2", ids.flatten(), z.dtype) @ activation(a, u, cfg)[..., None])[..., 0]
+        return _combine(y, weights).to(z.dtype)
     order = ids.flatten().argsort(stable=True)
     counts = ids.flatten().bincount(minlength=cfg.num_experts)
     starts = counts.cumsum(0) - counts
@@ -152,7 +158,12 @@ def routed_experts(z, ids, weights, experts, cfg):
         pieces.append(out[real])
         places.append(rows[real])
     y = y.to(pieces[0].dtype).index_put((torch.cat(places),), torch.cat(pieces))
-    return (wide(y.unflatten(0, (N, k))) * weights[..., None]).sum(1).to(z.dtype)
+    return _combine(y, weights).to(z.dtype)
+
+
+def _combine(y, weights):
+    """y [N * k, L], the choices' outputs; weights [N, k] -> their weighted sum [N, L], float32."""
+    return (wide(y.unflatten(0, weights.shape)) * weights[..., None]).sum(1)
 
 
 class Router(nn.Module):

@@ -71,7 +71,8 @@ def distribution(logits, temperature, top_k, top_p, min_p):
     logits [R, V] float32; the parameters are tensors [R] (temperature > 0; top_k >= 1) -> probs [R, V] summing to 1 in
     float64, ids [R, V].
     """
-    values, ids = logits.double().sort(dim=-1, descending=True, stable=True)
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    values = values.double()
     probs = ((values - values[:, :1]) / temperature[:, None]).softmax(-1)  # 0 and less: no overflow at any temperature
     rank = torch.arange(probs.shape[-1], device=probs.device)
     probs = probs.masked_fill(rank >= top_k[:, None], 0)

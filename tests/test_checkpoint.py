@@ -286,10 +286,12 @@ def test_other_towers_are_skipped_with_one_line(tmp_path, capsys):
     path = folder_with(tmp_path, stored(DATA / "micro") | towers)
     model = K3.from_pretrained(path, dtype=torch.float32)
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "skipped 2" in err and str(path) in err
+    lines = [line for line in err.splitlines() if "skipped" in line]  # a slow load shows a progress bar too
+    assert out == "" and len(lines) == 1 and "skipped 2" in lines[0] and str(path) in lines[0]
     assert torch.equal(logits(model), logits(case("micro")[0]))
     load(path)
-    assert capsys.readouterr().err == ""
+    K3.from_pretrained(DATA / "micro")
+    assert "skipped" not in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- quantized tensors
