@@ -261,7 +261,7 @@ def save(model, path, mxfp4=None, mtp_copies=True, max_shard_bytes=5 << 30):
 
 
 def write_shards(folder, tensors, max_bytes):
-    """Writes (name, tensor) pairs to files of at most max_bytes -> [(file, names, bytes)]. Holds one shard at a time."""
+    """Writes (name, tensor) pairs to files of at most max_bytes -> [(file, names, bytes)]; holds one at a time."""
     shards, held, size = [], {}, 0
 
     def flush():

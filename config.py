@@ -185,7 +185,10 @@ class K3Config:
                 e % g == 0 and 0 < kept <= g,
                 f"num_experts {e}, num_expert_group {g} and topk_group {kept} do not fit together",
             )
-            need(k <= kept * e // g, f"num_experts_per_token {k} is more than the {kept} groups kept of {g} hold")
+            need(
+                not self.use_grouped_topk or k <= kept * e // g,
+                f"num_experts_per_token {k} is more than the {kept} groups kept of {g} hold",
+            )
 
     # What the layers ask for.
     wrapped = property(lambda self: self.model_type == "kimi_k3")

@@ -142,6 +142,8 @@ class K3(nn.Module):
 
     def forward(self, ids, return_hidden=False):
         """ids [B, T] -> logits [B, T, V] float32, with return_hidden also h [B, T, H]. No cache, differentiable."""
+        if ids.ndim != 2 or not ids.numel():
+            raise ValueError(f"ids must be [B, T] with at least one token, not {list(ids.shape)}")
         B, T = ids.shape
         hidden = self.hidden(ids.flatten(), Batch.whole(B, T)).unflatten(0, (B, T))
         return (self.logits(hidden), hidden) if return_hidden else self.logits(hidden)
@@ -164,6 +166,10 @@ class K3(nn.Module):
         if self.mtp is None:
             raise ValueError("this model has no MTP layer (num_nextn_predict_layers is 0)")
         B, T = ids.shape
+        if T < 2:
+            raise ValueError(
+                f"mtp_logits needs at least 2 tokens, not {T}: a row reads h of one and the id of the next"
+            )
         x = self.mtp_hidden(ids[:, 1:].flatten(), hidden[:, :-1].flatten(0, 1), Batch.whole(B, T - 1)).unflatten(
             0, (B, T - 1)
         )

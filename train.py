@@ -2,7 +2,7 @@
 
     python train.py --data train.txt --val val.txt    writes out/: config.json, safetensors, tokenizer.json, README.md
     python train.py --resume --out out                goes on from out/train.pt, with its settings
-    python train.py --eval out --val val.txt          bits per byte; tokens per cycle of draft and verify
+    python evaluate.py out --val val.txt              bits per byte; tokens per cycle of draft and verify
 
 Parts of a run: the main model and the MTP layer learn together; then MTP no longer pulls at the main model, and experts
 are trained as the MXFP4 they will be stored in, while the learning rate falls to 0; then the main model is frozen and
@@ -29,10 +29,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 from tqdm import tqdm
 
-import attnres
-import kda
 import moe
-from cache import Batch
+from evaluate import PARAGRAPH, bits_per_byte, encode, evaluate, read
 from model import K3, K3Config
 from tokenizer import CONTROL_SLOTS, SPLIT_PATTERN, Tokenizer
 
@@ -41,14 +39,13 @@ DATA = []  # text files to train on
 VAL = []  # held-out text files, never trained on
 OUT = "out"  # folder to write
 RESUME = False  # go on from train.pt in the out folder
-EVAL = ""  # only measure the checkpoint in this folder
 SOURCES = ""  # text file that lists where the data comes from, copied into the model card
 CARD_DATA = ""  # a sentence about the data, for the model card
-STEPS = 3000  # optimizer steps
+STEPS = 400  # optimizer steps
 BATCH = 64  # sequences a step
 SEQ = 512  # tokens a sequence
-LR = 3e-3  # peak learning rate of AdamW
-WARMUP = 100  # steps up to the peak
+LR = 2e-3  # peak learning rate of AdamW
+WARMUP = 60  # steps up to the peak
 DECAY = 0.4  # last fraction of the main model's steps, in which the rate falls linearly to 0
 WEIGHT_DECAY = 0.1  # of matrices; norms, biases, gates, convolutions and the embedding have none
 DROPOUT = 0.1  # of what each attention and feed-forward layer adds, while the main model learns: small texts over-fit
@@ -64,7 +61,6 @@ MTP_LR = 1e-3  # learning rate at the start of that part, falling linearly to 0
 SEED = 1337  # of the weights and of the order of the data
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where to train and to measure
 DTYPE = "auto"  # of matrix products in training: bfloat16 on cuda, float32 elsewhere; weights are float32 always
-COMPILE = False  # torch.compile KDA, attention residuals and activations: a slow start, faster steps
 MINUTES = 0.0  # save and stop after so many minutes, to be resumed; 0: no limit
 LOG_EVERY = 20  # steps between two rows of history.json
 EVAL_EVERY = 250  # steps between two measurements of held-out text (its first 64 SEQ tokens; at the end all)
@@ -80,19 +76,10 @@ MODEL |= {"moe_intermediate_size": 96, "routed_expert_hidden_size": 128}  # mult
 KDA = {"num_heads": 3, "head_dim": 64, "short_conv_kernel_size": 4}  # in linear_attn_config
 
 # ---------------------------------------------------------------- data
-PARAGRAPH = re.compile(r"(?<=\n\n)(?=\S)")  # where text is cut before encoding: no token crosses, and it is faster
 # offset of a control slot -> its name, as in the released tokenizer
 CONTROL = {0: "[BOS]", 1: "[EOS]", 2: "<|end_of_msg|>", 3: "<|open|>", 4: "<|close|>", 5: "<|sep|>"}
 CONTROL |= {6: "[start_header_id]", 7: "[end_header_id]", 9: "[EOT]", 18: "<|media_begin|>", 19: "<|media_content|>"}
 CONTROL |= {20: "<|media_end|>", 21: "<|media_pad|>", 254: "[UNK]", 255: "[PAD]"}
-
-
-def read(files):
-    """Text files -> their texts, with a blank line between."""
-    try:
-        return "\n\n".join(Path(file).read_text(encoding="utf-8") for file in files)
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{', '.join(files)}: not UTF-8 text ({e})") from None
 
 
 def train_tokenizer(text, size):
@@ -108,12 +95,6 @@ def train_tokenizer(text, size):
     names = [CONTROL.get(i, f"<|reserved_token_{n + i}|>") for i in range(CONTROL_SLOTS)]
     bpe.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
     return bpe
-
-
-def encode(tokenizer, text, device):
-    """text -> ids [n] int32."""
-    ids = [i for paragraph in PARAGRAPH.split(text) for i in tokenizer.encode(paragraph)]
-    return torch.tensor(ids, dtype=torch.int32, device=device)
 
 
 def batch(data, step, opt):
@@ -272,10 +253,6 @@ def train(opt):
         quantize(model, on=first - 1 >= opt.quant_from * opt.steps)  # before loading: it renames parameters
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-    if opt.compile:  # pieces that are many small operations; __wrapped__: without the count of calls
-        kda.kda_chunked = torch.compile(kda.kda_chunked)
-        attnres.attnres_mix = torch.compile(attnres.attnres_mix.__wrapped__)
-        moe.activation = torch.compile(moe.activation, dynamic=True)
     half = opt.dtype == "bfloat16" or (opt.dtype == "auto" and device.type == "cuda")
     cast = torch.autocast(device.type, torch.bfloat16, enabled=half)
 
@@ -312,8 +289,8 @@ def train(opt):
             speed, clock, logged = (done - logged) * tokens / (now - clock), now, done
             row = {"step": done, "tokens": done * tokens, "epochs": done * tokens / len(data), "loss": loss}
             row |= {"mtp_loss": mtp, "balance": worst, "lr": learning_rate(step, opt), "tokens_per_second": speed}
-            if measure:  # uncompiled: these shapes are not those of training
-                with cast, torch.compiler.set_stance("force_eager"), parametrize.cached():
+            if measure:
+                with cast, parametrize.cached():
                     row["val"] = bits = bits_per_byte(model.eval(), part, part_bytes, opt.seq)
                 model.train()
             history.append(row)
@@ -330,78 +307,6 @@ def train(opt):
             print(f"stopped at step {done} of {opt.steps}; to go on: python train.py --resume --out {out}")
             return model, history, False
     return model, history, True
-
-
-# ---------------------------------------------------------------- evaluation
-
-
-@torch.no_grad()
-def bits_per_byte(model, ids, size, seq):
-    """ids [n] of a text of `size` bytes -> bits per byte. Windows of seq tokens, the half window before as context.
-
-    The first token, which nothing predicts, costs log2 V.
-    """
-    score = torch.arange(0, len(ids), seq, device=ids.device)[:, None]  # where each window begins
-    target = (score - seq // 2).clamp(min=0) + torch.arange(1, seq // 2 + seq + 1, device=ids.device)
-    counts = (target >= score) & (target < score + seq) & (target < len(ids))
-    padded = F.pad(ids.long(), (0, 2 * seq))
-    nats = torch.full((), math.log(model.cfg.vocab_size), dtype=torch.float64, device=ids.device)
-    for t, c in zip(target.split(8), counts.split(8)):
-        loss = F.cross_entropy(model(padded[t - 1]).flatten(0, 1), padded[t].flatten(), reduction="none")
-        nats += loss.double()[c.flatten()].sum()
-    return nats.item() / math.log(2) / size
-
-
-@torch.no_grad()
-def drafts_kept(model, prompts, new, drafts):
-    """Plain speculative decoding at temperature 0: whole sequences every time, no cache.
-
-    A cycle: the MTP layer drafts, the main model reads the drafts, keeps them while it agrees, then adds its own token.
-    prompts [B, C] int64, continued by `new` >= 2 tokens -> kept [cycles] int64, how many drafts each cycle kept.
-    """
-    ids = F.pad(prompts, (0, new + drafts))
-    n = torch.full_like(ids[:, 0], prompts.shape[1])  # known tokens of each sequence; drafts stand after them
-    kept = []
-    for cycle in itertools.count():
-        logits, hidden = model(ids[:, : int(n.max()) + drafts], return_hidden=True)
-        at = n[:, None] + torch.arange(drafts + 1, device=ids.device)
-        greedy = logits.argmax(-1).gather(1, at - 1)  # [B, drafts + 1]: what the main model says at n, n + 1, ...
-        agree = (greedy[:, :-1] == ids.gather(1, at[:, :-1])).cumprod(1).sum(1)
-        if cycle == 0:
-            agree.zero_()  # no drafts yet: the prompt alone gives a token, and that is no cycle
-        else:
-            kept.append(agree)
-        ids.scatter_(1, at, greedy)
-        n = n + agree + 1
-        live = n < prompts.shape[1] + new
-        if not live.any():
-            break
-        ids, n, hidden = ids[live], n[live], F.pad(hidden[live], (0, 0, 0, drafts))
-        T, row = int(n.max()) + drafts, torch.arange(len(n), device=ids.device)
-        for t in range(-2, drafts - 2):  # row n + t: the h there (of a drafted token: x) and the token after it
-            x = model.mtp_hidden(ids[:, 1:T].flatten(), hidden[:, : T - 1].flatten(0, 1), Batch.whole(len(n), T - 1))
-            x = x.unflatten(0, (len(n), T - 1))[row, n + t]
-            ids[row, n + t + 2] = model.mtp_head(x).argmax(-1)
-            hidden[row, n + t + 1] = x
-    return torch.cat(kept)
-
-
-def evaluate(folder, opt):
-    """Measures a saved checkpoint in float32 on all of VAL -> {what: text}; prints it."""
-    model = K3.from_pretrained(folder, dtype=torch.float32, device=opt.device, progress=False)
-    text = read(opt.val)
-    ids, size = encode(Tokenizer.from_pretrained(folder), text, opt.device), len(text.encode())
-    if len(ids) < 128:
-        raise ValueError(f"{', '.join(opt.val)}: {len(ids)} tokens; a prompt alone takes 128, give more text")
-    found = {"held-out bits per byte": f"{bits_per_byte(model, ids, size, opt.seq):.4f} (of {size:,} bytes)"}
-    if model.mtp and opt.draft_steps:
-        start = torch.linspace(0, len(ids) - 128, opt.eval_prompts, device=ids.device).long()
-        prompts = ids[start[:, None] + torch.arange(128, device=ids.device)].long()
-        kept = torch.cat([drafts_kept(model, some, 64, opt.draft_steps) for some in prompts.split(32)]).double()
-        shares = [f"{(kept > j).double().mean():.1%}" for j in range(opt.draft_steps)]
-        found["tokens per cycle"] = f"{1 + kept.mean():.3f} (cycles that kept draft 1, 2, ...: {', '.join(shares)})"
-    print("\n".join(f"{name}: {value}" for name, value in found.items()))
-    return found
 
 
 # ---------------------------------------------------------------- the end
@@ -479,15 +384,15 @@ def settings(argv):
 def main(argv=None):
     try:
         opt = settings(sys.argv[1:] if argv is None else argv)
-        if not opt.val or not (opt.data or opt.eval):
-            raise ValueError("give --data FILE, to train on, and --val FILE, held out; or --eval FOLDER and --val FILE")
-        if opt.eval:
-            return evaluate(opt.eval, opt)
+        if not (opt.val and opt.data):
+            raise ValueError("give --data FILE, to train on, and --val FILE, held out")
         model, history, finished = train(opt)
         if finished:
             export(model, Path(opt.out))
             plot(history, Path(opt.out) / "loss.png")
-            card = model_card(model, opt, history, evaluate(opt.out, opt))
+            card = model_card(
+                model, opt, history, evaluate(opt.out, opt.val, opt.seq, opt.eval_prompts, opt.draft_steps, opt.device)
+            )
             (Path(opt.out) / "README.md").write_text(card, encoding="utf-8")
     except (ValueError, OSError) as e:
         print(f"train.py: {e}", file=sys.stderr)

@@ -30,7 +30,7 @@ ROUTERS = [
     dict(num_experts=12, num_experts_per_token=4, num_expert_group=4, topk_group=2),
     dict(num_experts=12, num_experts_per_token=2, num_expert_group=6, topk_group=1, moe_renormalize=False),
     dict(num_experts=12, num_experts_per_token=3, num_expert_group=12, topk_group=5),  # one expert in a group
-    dict(num_experts=12, num_experts_per_token=4, num_expert_group=4, topk_group=2, use_grouped_topk=False),
+    dict(num_experts=12, num_experts_per_token=8, num_expert_group=4, topk_group=2, use_grouped_topk=False),
 ]
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch.nn.utils import parametrize
 
+import evaluate
 import moe
 import train
 from model import K3
@@ -218,7 +219,7 @@ def test_drafts_kept_are_those_of_one_by_one_decoding(trained):
     prompts = torch.stack([ids[i : i + 20] for i in (0, 33, 101, 170)])
     for drafts in (3, 1):
         kept = [k for prompt in prompts.tolist() for k in one_by_one(model, prompt, 16, drafts)]
-        assert sorted(kept) == sorted(train.drafts_kept(model, prompts, 16, drafts).tolist())
+        assert sorted(kept) == sorted(evaluate.drafts_kept(model, prompts, 16, drafts).tolist())
         assert {0, drafts} <= set(kept), "the case says little: all or no drafts were kept"
 
 
@@ -231,7 +232,16 @@ def test_bits_per_byte_reads_each_token_once_with_half_a_window_before_it(traine
         window = ids[max(0, start - seq // 2) : start + seq]
         loss = F.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="none")
         nats += loss[-len(ids[max(1, start) : start + seq]) :].sum().item()
-    assert train.bits_per_byte(model, ids, 400, seq) == pytest.approx(nats / math.log(2) / 400, rel=1e-5)
+    assert evaluate.bits_per_byte(model, ids, 400, seq) == pytest.approx(nats / math.log(2) / 400, rel=1e-5)
+
+
+@torch.no_grad()
+def test_bits_per_byte_through_the_pool_are_the_same(trained):
+    model, _, _, _, ids = trained
+    whole, paged = (f(model, ids[:150], 400, 32) for f in (evaluate.bits_per_byte, evaluate.bits_per_byte_paged))
+    assert paged == pytest.approx(whole, rel=1e-5)
+    fp8 = evaluate.bits_per_byte_paged(model, ids[:150], 400, 32, torch.float8_e4m3fn)
+    assert fp8 != paged and fp8 == pytest.approx(paged, rel=0.02)
 
 
 def test_learning_rate(texts):
@@ -254,7 +264,7 @@ def test_command_line(texts, tmp_path, capsys):
     assert {"config.json", "model.safetensors", "tokenizer.json", "history.json", "train.pt"} <= {
         file.name for file in Path(out).iterdir()
     }
-    train.main(["--eval", out, *texts[2:], "--seq", "48", "--eval-prompts", "6", "--device", "cpu"])
+    evaluate.main([out, *texts[2:], "--seq", "48", "--prompts", "6", "--device", "cpu"])
     assert capsys.readouterr().out.splitlines() == [line for line in printed.splitlines() if ":" in line][-2:]
 
 
@@ -264,7 +274,6 @@ def test_command_line(texts, tmp_path, capsys):
         (["--data", "a.txt"], "--val FILE"),
         (["--data", "no-such.txt", "--val", "no-such.txt"], "no-such.txt"),
         (["--resume", "--out", "no-such-folder"], "nothing to resume"),
-        (["--eval", "no-such-folder", "--val", "a.txt"], "no-such-folder"),
     ],
 )
 def test_errors_are_one_line(flags, words, capsys):
