@@ -187,7 +187,7 @@ class K3Config:
             )
             need(
                 not self.use_grouped_topk or k <= kept * e // g,
-                f"num_experts_per_token {k} is more than the {kept} groups kept of {g} hold",
+                f"num_experts_per_token {k} does not fit {kept} groups of {e // g}",
             )
 
     # What the layers ask for.

@@ -7,6 +7,7 @@ python evaluate.py tiny --val held_out.txt --kv-dtype fp8     through the page p
 import argparse
 import itertools
 import math
+import re
 import sys
 from pathlib import Path
 
