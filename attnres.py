@@ -18,7 +18,7 @@ import kernels
 
 def wide(x):
     """x in the precision of statistics and states: float32, or float64 if x already is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def wide_dtype():
@@ -35,7 +35,8 @@ def rms_norm(x, weight, eps):
     """x [..., D] any float, weight [D] -> x * rsqrt(mean(x^2) + eps) * weight, in weight's dtype. Statistics in
     float32.
     """
-    return (F.rms_norm(wide(x), x.shape[-1:], eps=eps) * weight).to(weight.dtype)
+    x = wide(x)
+    return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps).to(weight.dtype)
 
 
 class RMSNorm(nn.Module):

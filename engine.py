@@ -33,6 +33,7 @@ from sampling import SamplingParams, logprobs, sample, uniform
 from tokenizer import Tokenizer
 
 TINY = Path(__file__).resolve().parent / "tiny"  # the model that is run when none is named
+SMALL = 1024  # models narrower than this run on one CPU thread
 CPU_POOL_BYTES = 256 << 20
 GPU_POOL_SHARE = 0.8  # of the memory that is free once the model is loaded; the rest is for activations
 
@@ -660,6 +661,8 @@ def main(argv=None):
         prompts = [_read_stdin() if p == "-" else p for p in args.prompt]
         params = SamplingParams(args.max_tokens, args.temperature, args.top_k, args.top_p, seed=args.seed)
         engine = Engine(args.model, args.device, args.dtype and getattr(torch, args.dtype))
+        if engine.cfg.hidden_size < SMALL:  # threads that wait for each other cost more than they bring
+            torch.set_num_threads(1)
         first = None
         if len(prompts) == 1:
             for piece in engine.stream(prompts[0], params):
@@ -667,7 +670,7 @@ def main(argv=None):
                 print(piece, end="", flush=True)
             print()
         else:
-            for n, out in enumerate(engine.generate(prompts, params), 1):
+            for n, out in enumerate(engine.generate(prompts, params, progress=sys.stderr.isatty()), 1):
                 print(f"[{n}]", file=sys.stderr, flush=True)
                 print(out.text, flush=True)
         if args.stats:

@@ -165,8 +165,9 @@ class KDA(nn.Module):
         for seg in batch.segments:
             past, state = batch.read_state(self.index, seg) or self.zero_state(seg.B, qkv)
             y, past = short_conv(seg.dense(qkv), past, self.conv_weight)
-            q, k, v = F.silu(y).unflatten(-1, (3, self.heads, self.dim)).unbind(2)
-            o, state = kda(l2norm(q) * self.dim**-0.5, l2norm(k), v, seg.dense(g), seg.dense(beta), state)
+            qk, v = F.silu(y).unflatten(-1, (3, self.heads, self.dim)).split([2, 1], dim=2)
+            q, k = l2norm(qk).unbind(2)
+            o, state = kda(q * self.dim**-0.5, k, v[:, :, 0], seg.dense(g), seg.dense(beta), state)
             batch.write_state(self.index, seg, past, state)
             out.append(o.flatten(0, 1))
         o = self.o_norm(torch.cat(out)).flatten(1) * wide(gate).sigmoid()

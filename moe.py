@@ -72,7 +72,8 @@ def mxfp4_unpack(packed, scale, dtype):
     """
     pairs, powers = _tables(dtype, packed.device)
     values = pairs.index_select(0, packed.flatten().int()).view(dtype).view(*scale.shape, GROUP)
-    return (values * powers[scale.int()][..., None]).flatten(-2)
+    powers = powers.index_select(0, scale.flatten().int()).view(*scale.shape, 1)
+    return (values * powers).flatten(-2)
 
 
 @functools.cache
@@ -112,8 +113,9 @@ class Experts(nn.Module):
     def weights(self, name, ids, dtype):
         """The matrices of the experts ids [n] -> [n, out, in] in dtype."""
         if self.is_packed(name):
-            return mxfp4_unpack(getattr(self, f"{name}_packed")[ids], getattr(self, f"{name}_scale")[ids], dtype)
-        return getattr(self, name)[ids]
+            packed, scale = getattr(self, f"{name}_packed"), getattr(self, f"{name}_scale")
+            return mxfp4_unpack(packed.index_select(0, ids), scale.index_select(0, ids), dtype)
+        return getattr(self, name).index_select(0, ids)
 
     def published(self):
         """Published tensor name -> the view of a stacked tensor that holds it."""
