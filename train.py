@@ -348,7 +348,9 @@ def model_card(model, opt, history, found):
     rows |= {"trained on": f"{last['tokens']:,} tokens, {last['epochs']:.1f} epochs"}
     rows |= {"training loss at the end": f"{last['loss']:.4f} nats per token"} | found
     table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
-    sources = re.sub("^# ", "### ", read([opt.sources]).strip()) if opt.sources else f"{sum(os.path.getsize(f) for f in opt.data):,} bytes of text."
+    sources = f"{sum(os.path.getsize(f) for f in opt.data):,} bytes of text."
+    if opt.sources:
+        sources = re.sub("^# ", "### ", read([opt.sources]).strip())
     about = "A language model with the architecture of Kimi K3, trained from scratch by train.py; no weights of the "
     about += f"released model are in it. License: Apache-2.0.\n\n{table}\n\n## Data\n\n{opt.card_data}\n\n"
     about += f"{sources}\n\n## Made by\n\n```\n{opt.command}\n```\n"
