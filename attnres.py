@@ -32,9 +32,7 @@ def no_autocast(x):
 
 
 def rms_norm(x, weight, eps):
-    """x [..., D] any float, weight [D] -> x * rsqrt(mean(x^2) + eps) * weight, in weight's dtype. Statistics in
-    float32.
-    """
+    """x [..., D], weight [D] -> x * rsqrt(mean(x^2) + eps) * weight in weight's dtype; statistics in float32."""
     x = wide(x)
     return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps).to(weight.dtype)
 
@@ -60,9 +58,7 @@ def attnres_mix(candidates, norm, proj, eps):
 
 
 class AttnRes(nn.Module):
-    """One mixture: reads the block snapshots and the running sum. `published` names end in `_norm.weight` and
-    `_proj.weight`.
-    """
+    """One mixture of the block snapshots and the running sum."""
 
     def __init__(self, cfg):
         super().__init__()

@@ -25,18 +25,14 @@ FP8_MAX = 448.0
 
 
 def page_size(cfg, dtype=torch.bfloat16, latent_dtype=None, tp=1):
-    """Tokens per page P. dtype: the model's; latent_dtype: of stored rows, by default the model's; tp:
-    tensor-parallel ranks.
-    """
+    """Tokens per page P. dtype: the model's; latent_dtype: of stored rows, None: the same; tp: tensor-parallel size."""
     row = (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * (latent_dtype or dtype).itemsize
     tokens = -(-state_bytes(cfg, dtype, tp) // row) if cfg.kda_layers else 1
     return -(-tokens // 128) * 128
 
 
 def state_bytes(cfg, dtype=torch.bfloat16, tp=1):
-    """Bytes of one KDA layer's state of one sequence: S [h, d, d] in float32 and the last K-1 conv inputs [K-1, 3 h
-    d].
-    """
+    """Bytes of one KDA layer's state of a sequence: S [h, d, d] in float32, the last K-1 conv inputs [K-1, 3 h d]."""
     h, d = cfg.kda_heads // tp, cfg.kda_head_dim
     wide = torch.promote_types(dtype, torch.float32).itemsize
     return h * d * d * wide + (cfg.conv_kernel - 1) * 3 * h * d * dtype.itemsize
@@ -165,9 +161,7 @@ class Chunk:
 
 @dataclass
 class Segment:
-    """B neighbouring sequences with T new tokens each: one dense problem. With a pool also where its history and
-    state lie.
-    """
+    """B neighbouring sequences of T new tokens each, one dense problem; and where their history and state lie."""
 
     rows: slice  # of the batch
     B: int
@@ -187,9 +181,7 @@ class Segment:
 
     @cached_property
     def history(self):
-        """[B, L] row numbers in a slab; beyond a sequence's end its own first row, so that no other's row is ever
-        read.
-        """
+        """[B, L] row numbers in a slab; beyond a sequence's end its own first row: no other's row is ever read."""
         position = torch.arange(self.longest, device=self.table.device)
         rows = self.table[:, position // self.page_size] * self.page_size + position % self.page_size
         return rows if self.plain else torch.where(position < self.past[:, None] + self.T, rows, rows[:, :1])
@@ -204,9 +196,7 @@ class Segment:
 
 
 class Batch:
-    """Sequences that run together, as rows one after another, with their place in the pool (or none: whole
-    sequences).
-    """
+    """Sequences that run together, their rows one after another, and their place in the pool, or none: whole ones."""
 
     def __init__(self, segments, pool=None, slots=None):
         self.segments, self.pool, self.slots = segments, pool, slots
@@ -244,9 +234,7 @@ class Batch:
         return cls(segments, pool, on[4])
 
     def read_state(self, kda_index, seg):
-        """(conv [B, K-1, 3hd], S [B, h, d, d]) before the segment's tokens, zero where a sequence starts; None
-        without a pool.
-        """
+        """(conv [B, K-1, 3hd], S [B, h, d, d]) before the new tokens, zero where one starts; None without a pool."""
         if self.pool is None:
             return None
         S, conv = self.pool.state(kda_index)
@@ -274,9 +262,7 @@ class Batch:
         stored[self.slots] = rows
 
     def read_rows(self, mla_index, seg, rows, scale=None):
-        """The rows that the segment's tokens attend to [B, L, r + p], as stored, and the mask [B, T, L] or None (see
-        Segment).
-        """
+        """The rows that the new tokens attend to [B, L, r + p], as stored, and the mask [B, T, L] or None."""
         if self.pool is None:
             return seg.dense(rows), None
         stored = self.pool.rows(mla_index)
@@ -422,9 +408,7 @@ class PrefixCache:
         return node
 
     def _split(self, node, count):
-        """Cuts `node` after `count` tokens; returns the new upper part. A page that the cut goes through belongs to
-        both.
-        """
+        """Cuts `node` after `count` tokens -> the new upper part. A page that the cut goes through belongs to both."""
         P, at = self.pool.page_size, node.start + count
         first = node.start // P
         upper = Node(node.parent, node.tokens[:count], node.start, node.pages[: -(-at // P) - first], node.on_host)
@@ -588,9 +572,7 @@ class HostTier(Pages):
         self.stream = torch.cuda.Stream(slabs.device) if cuda else None
 
     def copy(self, source, target, to_host):
-        """Copies pool pages to host pages or back. On a GPU it is queued: behind what writes the source, before what
-        reads the target.
-        """
+        """Copies pool pages to host pages or back; on a GPU, after what is queued to write the source."""
         slabs = self.pool.slabs
         if self.stream is None:
             if to_host:

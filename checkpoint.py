@@ -37,9 +37,7 @@ def canonical(name):
 
 
 def open_shards(path):
-    """The folder's safetensors -> {stored name: open file}. Every file is memory-mapped, every header checked against
-    the index.
-    """
+    """The folder's safetensors, memory-mapped -> {stored name: open file}. Headers are checked against the index."""
     path = Path(path)
     weight_map, single = None, path / "model.safetensors"
     if (path / INDEX).is_file():
@@ -142,9 +140,7 @@ INERT = [f"{mix}_{part}.weight" for mix in ("self_attention_res", "mlp_res") for
 
 
 def hold_packed(model, sources):
-    """Gives every expert stack whose tensors all come as MXFP4 pairs its packed form, so that it stays packed in
-    memory.
-    """
+    """Gives every expert stack whose tensors all come as MXFP4 pairs its packed form: it stays packed in memory."""
     for prefix, experts in model.expert_stacks():
         for stack, parts in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             w = getattr(experts, stack)
@@ -165,9 +161,7 @@ def hold_scales(model, sources):
 
 
 def copy_names(model):
-    """Tensors that a checkpoint may ship although the model has them already -> the main tensor that they should
-    equal.
-    """
+    """Tensors that a checkpoint may ship although the model has them -> the main tensor they should equal."""
     copies = {"lm_head.weight": model.embed_tokens.weight} if model.cfg.tie_word_embeddings else {}
     if model.mtp:
         at = f"model.layers.{model.cfg.num_hidden_layers}."
@@ -215,9 +209,7 @@ def _fits(name, have, want, heads):
 
 
 def fill(name, view, tensor):
-    """Copies a stored tensor into its view: same shape up to axes of length 1; A_log by its first values, the rest
-    zero.
-    """
+    """Copies a stored tensor into its view: same shape up to axes of length 1; A_log by its first values, and zeros."""
     if name.endswith(".A_log"):
         tensor = tensor.flatten()[: view.numel()]
         view.zero_()[: tensor.numel()].copy_(tensor)
@@ -281,9 +273,7 @@ def write_shards(folder, tensors, max_bytes):
 
 
 def tensors_to_write(model, mxfp4=None, mtp_copies=True):
-    """Yields (published name, tensor) in the published layout; works on the meta device where nothing has to be
-    (un)packed.
-    """
+    """Yields (published name, tensor); works on the meta device where nothing has to be packed or unpacked."""
     prefix = "language_model." if model.cfg.wrapped else ""
     views = model.published()
     if model.mtp:

@@ -41,9 +41,7 @@ def _k3_linear_attn():
 
 @dataclass
 class K3Config:
-    """The text configuration, under the published names; the defaults are the released Kimi K3. In a file, absent
-    means off.
-    """
+    """The text configuration under the published names, by default the released K3. In a file, absent means off."""
 
     model_type: str = "kimi_k3"  # kimi_k3: text_config inside; kimi_linear: the text config is the file
     vocab_size: int = 163840
@@ -93,9 +91,7 @@ class K3Config:
 
     @classmethod
     def from_json(cls, path):
-        """Reads a config.json (or its folder), wrapped in `text_config` or flat. Raises ValueError where it is not a
-        K3-family model.
-        """
+        """Reads a config.json (or its folder), wrapped in `text_config` or flat. ValueError: not a K3-family model."""
         path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         if not path.is_file():
             raise FileNotFoundError(

@@ -95,9 +95,7 @@ class Request:
 
 
 class TextStream:
-    """Turns ids into text piece by piece and watches for stop strings; text that may be the start of one is held
-    back.
-    """
+    """Turns ids into text and watches for stop strings; what may be the start of one is held back."""
 
     def __init__(self, tokenizer, stop):
         self.decoder, self.vocab_size = tokenizer.stream(), tokenizer.vocab_size
@@ -231,9 +229,7 @@ class Engine:
         bar.update(0)
 
     def stream(self, prompt, params=None):
-        """Yields the answer's text in pieces as it is written (lists of ids where there is no tokenizer). Closing it
-        aborts.
-        """
+        """Yields the answer piece by piece: text, or lists of ids where there is no tokenizer. Closing it aborts."""
         params = params or SamplingParams()
         out = self._enqueue(self._checked(prompt, params), params)
         sent = 0
@@ -384,9 +380,7 @@ class Engine:
             request.pages = self.cache.table(node)
             self.pool.hold(request.state)
             self.pool.hold(request.pages)
-            if (
-                node.end % P
-            ):  # the last page is partly filled, and this request will write behind it: on a page of its own
+            if node.end % P:  # partly filled: what this request adds goes to a page of its own
                 shared, copy = request.pages[-1:].copy(), self._take(1)
                 self.pool.copy_page(shared[0], copy[0])
                 request.pages[-1:] = copy
@@ -405,9 +399,7 @@ class Engine:
         return True
 
     def _fits(self, node, total):
-        """Whether the pool can hold a request of `total` history pages that resumes at node: what it shares, copies
-        and adds.
-        """
+        """Whether a request of `total` history pages that resumes at node fits: what it shares, copies and adds."""
         shared = np.concatenate([self.cache.table(node), node.snapshot.pages])
         new = total - node.end // self.pool.page_size + self.pool.groups
         return new + int((self.pool.live[shared] == 0).sum()) <= self.pool.num_pages - self.pool.live_pages
@@ -420,9 +412,7 @@ class Engine:
         return pages
 
     def _plan(self):
-        """[(request, Chunk)], fewest tokens first: all decode rows, and prompt chunks within the budget, oldest
-        first.
-        """
+        """[(request, Chunk)], fewest tokens first: decode rows, and prompt chunks within the budget, oldest first."""
         plan, budget = [], self.prefill_chunk
         for request in list(self.running):
             left = request.length - request.computed
@@ -446,9 +436,7 @@ class Engine:
         return min(stops, default=request.length)
 
     def _make_room(self, request, tokens):
-        """Sees that the pages for a step exist: evicts, then preempts the youngest. False if `request` itself had to
-        go.
-        """
+        """Gets the pages for a step: evicts, then preempts the youngest. False if `request` itself had to go."""
         pages = max(self.pool.history_pages(tokens) - len(request.pages), 0)
         while not self.cache.evict(pages + self.pool.groups * request.shared):
             if request.shared and (self.pool.references[request.state] == 1).all():
@@ -550,9 +538,7 @@ class Engine:
 
     @property
     def stats(self):
-        """What the engine holds and did: pages, requests, reuse, tokens/s, and the backend each op really ran with
-        its calls.
-        """
+        """What the engine holds and did: pages, requests, reuse, tokens/s, the backend each op ran with its calls."""
         ran = registry.counts - self._counts_before
         pool, host = self.pool, self.cache.host
         history, state = (

@@ -27,9 +27,7 @@ CHUNK, BLOCK = 64, 16
 
 
 def short_conv(x, past, weight):
-    """Causal depthwise convolution. x [B, T, C], past [B, K-1, C] (the inputs before x), weight [C, K] -> [B, T, C],
-    new past.
-    """
+    """Causal depthwise convolution. x [B, T, C], past [B, K-1, C] (the inputs before), weight [C, K] -> y, new past."""
     window = torch.cat([past.to(x.dtype), x], dim=1)
     taps, length = weight.shape[1], x.shape[1]
     y = sum(window[:, i : i + length] * weight[:, i] for i in range(taps))  # the last tap is the current token
@@ -49,9 +47,7 @@ def log_decay(r, A_log, lower_bound):
 
 
 def kda_recurrent(q, k, v, g, beta, state):
-    """The recurrence, one token at a time. q, k, v, g [B, T, h, d], beta [B, T, h], state [B, h, d, d] -> o [B, T, h,
-    d], state.
-    """
+    """q, k, v, g [B, T, h, d], beta [B, T, h], state [B, h, d, d] -> o [B, T, h, d], state. One token at a time."""
     q, k, v, g, beta, state = (wide(x) for x in (q, k, v, g, beta, state))
     out = []
     for t in range(q.shape[1]):
@@ -152,9 +148,7 @@ class KDA(nn.Module):
         self.o_proj = nn.Linear(inner, cfg.hidden_size, bias=False)
 
     def forward(self, x, batch):
-        """x [N, H], the rows of all sequences in `batch` one after another -> [N, H]. Reads and writes the state
-        pages of batch.
-        """
+        """x [N, H], the rows of all sequences in `batch` -> [N, H]. Reads and writes their state pages."""
         qkv, gate, f_a, b = self.in_proj(x).split(self.sizes, dim=-1)
         gate = gate if self.full_rank_gate else self.g_b_proj(gate)
         r = (self.f_b_proj(f_a) + self.dt_bias).unflatten(-1, (self.heads, self.dim))

@@ -27,9 +27,7 @@ LATENT_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm only; every other norm use
 
 @kernels.op("mla_prefill")
 def mla_expanded(q, rows, W_kvb, mask, scale):
-    """q [B, T, h, n+p], rows [B, L, r+p], W_kvb [h, n+v, r], mask [B, T, L] bool or None for plain causal -> [B, T,
-    h, v].
-    """
+    """q [B, T, h, n+p], rows [B, L, r+p], W_kvb [h, n+v, r], mask [B, T, L] or None: causal -> [B, T, h, v]."""
     r = W_kvb.shape[-1]
     nope = q.shape[-1] - (rows.shape[-1] - r)
     c, k_pe = rows.split([r, rows.shape[-1] - r], dim=-1)
@@ -79,9 +77,7 @@ class MLA(nn.Module):
         self.latent_scale = self.key_scale = None  # [1] each, for rows stored in FP8, where the checkpoint ships them
 
     def forward(self, x, batch):
-        """x [N, H], the rows of all sequences in `batch` one after another -> [N, H]. Writes their latent rows, reads
-        the history.
-        """
+        """x [N, H], the rows of all sequences in `batch` -> [N, H]. Writes their latent rows, reads their history."""
         q, kv, gate = self.in_proj(x).split(self.sizes, dim=-1)
         if self.q_rank:
             q = self.q_b_proj(self.q_a_layernorm(q))
@@ -102,9 +98,7 @@ class MLA(nn.Module):
         return self.o_proj(o * gate.sigmoid() if self.gated else o)
 
     def row_scale(self, rows):
-        """What a row is divided by before it is stored in FP8: [r + p], one number for the latent and one for the
-        shared key.
-        """
+        """What a row is divided by before it is stored in FP8, [r + p]: one number a part."""
         parts = ((self.latent_scale, self.rank), (self.key_scale, self.pe))
         return torch.cat([rows.new_ones(n) if s is None else s.to(rows).expand(n) for s, n in parts])
 

@@ -22,9 +22,7 @@ from moe import MLP, MoE
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward around the residual stream: with AttnRes, or plain pre-norm where the config has
-    none.
-    """
+    """Attention and feed-forward around the residual stream: with AttnRes, or plain pre-norm without it."""
 
     def __init__(self, cfg, layer, attn_res):
         super().__init__()
@@ -40,9 +38,7 @@ class DecoderLayer(nn.Module):
         self.mlp_res = AttnRes(cfg) if attn_res else None
 
     def forward(self, s, blocks, batch):
-        """s [N, H]: the running sum; blocks: the list of snapshots, to which a layer at a block start appends -> the
-        new s.
-        """
+        """s [N, H]: running sum; blocks: snapshots, to which a layer at a block start appends -> the new s."""
         if self.self_attention_res is None:
             s = s + self.self_attn(self.input_layernorm(s), batch)
             return s + self.ffn(self.post_attention_layernorm(s))
@@ -93,9 +89,7 @@ class MTP(nn.Module):
         self.embed_tokens = self.head = None
 
     def forward(self, embedded, hidden, batch):
-        """embedded [N, H]: embeddings of the tokens at t+1; hidden [N, H]: h at t -> x [N, H], before
-        shared_head.norm.
-        """
+        """embedded [N, H]: the tokens at t+1; hidden [N, H]: h at t -> x [N, H], before shared_head.norm."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         return self.layer(x, None, batch)
 
@@ -176,9 +170,7 @@ class K3(nn.Module):
         return (self.mtp_head(x), x) if return_hidden else self.mtp_head(x)
 
     def published(self):
-        """Published tensor name -> the view of our weights that holds it: what is loaded and saved. Without
-        `language_model.`.
-        """
+        """Published tensor name (without `language_model.`) -> the view of our weights: what is loaded and saved."""
         names = {"model.embed_tokens.weight": self.embed_tokens.weight, "model.norm.weight": self.norm.weight}
         if not self.cfg.tie_word_embeddings:
             names["lm_head.weight"] = self.lm_head.weight

@@ -29,9 +29,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of the low thre
 
 
 def activation(a, u, cfg):
-    """The gated activation of a gate a and an up projection u (same shape), computed in float32, returned in a's
-    dtype.
-    """
+    """The gated activation of gate a and up projection u, computed in float32, in a's dtype."""
     x, y = wide(a), wide(u)
     if cfg.hidden_act == "silu":
         return (F.silu(x) * y).to(a.dtype)
@@ -67,9 +65,7 @@ def mxfp4_pack(w):
 
 
 def mxfp4_unpack(packed, scale, dtype):
-    """packed uint8 [..., in/2], scale uint8 [..., in/32] (byte s is 2^(s-127)) -> [..., in] of dtype, exact in bf16
-    and wider.
-    """
+    """packed uint8 [..., in/2], scale uint8 [..., in/32] (s is 2^(s-127)) -> [..., in], exact in bf16 and wider."""
     pairs, powers = _tables(dtype, packed.device)
     values = pairs.index_select(0, packed.flatten().int()).view(dtype).view(*scale.shape, GROUP)
     powers = powers.index_select(0, scale.flatten().int()).view(*scale.shape, 1)
@@ -78,9 +74,7 @@ def mxfp4_unpack(packed, scale, dtype):
 
 @functools.cache
 def _tables(dtype, device):
-    """Byte -> its two values, as one word of twice dtype's size so that a lookup copies both [256]; scale byte ->
-    power of two [256].
-    """
+    """Byte -> its two values as one word of twice dtype's size [256]; scale byte -> its power of two [256]."""
     values = torch.tensor(FP4 + tuple(-v for v in FP4), dtype=torch.float64)
     byte = torch.arange(256)
     pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=1).to(device, dtype)
@@ -91,9 +85,7 @@ def _tables(dtype, device):
 
 
 class Experts(nn.Module):
-    """E experts' matrices stacked: `w13` [E, 2I, L] (gate rows, then up rows) and `w2` [E, L, I]; each float or
-    packed MXFP4.
-    """
+    """E experts' matrices: `w13` [E, 2I, L] (gate rows, up rows) and `w2` [E, L, I], each float or packed MXFP4."""
 
     def __init__(self, num, width, inner):
         super().__init__()
@@ -169,9 +161,7 @@ def _combine(y, weights):
 
 
 class Router(nn.Module):
-    """Scores every expert for a token and chooses k of them, with auxiliary-loss-free balancing (DeepSeek-V3, arXiv
-    2412.19437).
-    """
+    """Scores the experts and chooses k a token; balanced without an auxiliary loss (arXiv 2412.19437)."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -190,9 +180,7 @@ class Router(nn.Module):
 
 @kernels.op("router")
 def route(logits, bias, cfg):
-    """logits [N, E], bias [E], both float32 -> chosen ids [N, k], weights [N, k]. Ties go to the lower id (and lower
-    group).
-    """
+    """logits [N, E], bias [E], float32 -> ids [N, k], weights [N, k]. Ties go to the lower id (and lower group)."""
     p = logits.sigmoid() if cfg.moe_router_activation_func == "sigmoid" else logits.softmax(-1)
     biased = p.detach() + bias
     if cfg.use_grouped_topk and cfg.num_expert_group > 1:
@@ -208,9 +196,7 @@ def route(logits, bias, cfg):
 
 
 def top(x, k):
-    """The k largest along the last dim, as (values, ids). Unlike torch.topk, equal values come in the order of their
-    ids.
-    """
+    """The k largest along the last dim -> values, ids. Unlike torch.topk, equal values come in order of id."""
     values, ids = x.sort(dim=-1, descending=True, stable=True)
     return values[..., :k], ids[..., :k]
 

@@ -84,9 +84,7 @@ def distribution(logits, temperature, top_k, top_p, min_p):
 
 
 def sample(logits, params, draws):
-    """One token per row. logits [R, V] float32 (finite), params: R SamplingParams, draws: R numbers of `uniform` ->
-    ids [R] int64.
-    """
+    """logits [R, V] float32, finite; R SamplingParams; R draws of `uniform` -> one id per row [R] int64."""
     chosen = logits.argmax(-1)
     rows = [i for i, p in enumerate(params) if p.temperature > 0]
     if rows:
@@ -103,9 +101,7 @@ def sample(logits, params, draws):
 
 
 def logprobs(logits, chosen, count):
-    """logits [V], a chosen id -> {id: log-probability} of the chosen token first, then of the `count` likeliest,
-    unfiltered.
-    """
+    """logits [V] -> {id: log-probability} of the chosen token, then of the `count` likeliest; unfiltered."""
     logp = logits.double().log_softmax(-1)
     best = logp.topk(min(count, logp.shape[-1])).indices.tolist()
     return {i: logp[i].item() for i in dict.fromkeys([chosen, *best])}
