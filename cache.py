@@ -435,7 +435,7 @@ class PrefixCache:
                 self._drop_snapshot(middle)
             elif node is None:
                 return False
-            elif not (self.host and node.snapshot and self._offload(node)):
+            elif not (self.host and self._offload(node)):
                 self._remove(node)
             self.evicted += 1
         return True
@@ -485,13 +485,19 @@ class PrefixCache:
     # -- the host tier
 
     def _offload(self, node):
-        """Moves a node's history and snapshot to host memory; False, and nothing is moved, where there is no room."""
-        need = _page_count(node)
-        while self.host.free_pages < need:
+        """Moves a node's history and snapshot to host memory.
+
+        False, and nothing is moved, where there is no room, or nothing resumes from it nor from what hangs on it.
+        """
+        need, oldest = _page_count(node), True
+        node.pins += 1  # room is made by dropping others, perhaps those that hang on it
+        while self.host.free_pages < need and oldest:
             oldest = next((n for n in self.host_nodes if not n.pins and not n.children), None)
-            if oldest is None:
-                return False
-            self._remove(oldest)
+            if oldest:
+                self._remove(oldest)
+        node.pins -= 1
+        if self.host.free_pages < need or not (node.snapshot or node.children):
+            return False
         self._move(node, self.pool, self.host)
         self.offloaded += 1
         return True

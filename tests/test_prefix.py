@@ -238,6 +238,20 @@ def test_evicted_prefixes_come_back_from_the_host_whole():
     audit(engine)
 
 
+def test_what_a_branch_shares_goes_to_the_host_with_it():
+    """The common part of two texts has no snapshot of its own: evicting it must not drop what hangs on it."""
+    engine = Engine(case("micro")[0], num_pages=16, host_pages=40, snapshots=Snapshots(branch=0))
+    system = text(9, 140)
+    texts = [system + text(i, 60) for i in range(2)]
+    cold = [engine.generate([t], greedy(5))[0] for t in texts]
+    assert engine.cache.evict(engine.pool.num_pages) and len(engine.cache.host_nodes) == 5
+    audit(engine)
+    for t, before in zip(texts, cold):
+        warm = engine.generate([t], greedy(5))[0]
+        assert warm.token_ids == before.token_ids and warm.cached_tokens == 200
+    audit(engine)
+
+
 def test_host_pages_are_byte_equal():
     """What comes back from the host is what went there, every slab of every page."""
     engine = Engine(case("micro")[0], num_pages=8, host_pages=20)
