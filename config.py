@@ -212,7 +212,9 @@ class K3Config:
         return set(self.eos_token_id) if isinstance(self.eos_token_id, list) else {self.eos_token_id} - {None}
 
     def is_moe(self, layer):
-        return bool(self.num_experts) and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+        """Whether the feed-forward part of this layer (0-based) is MoE; the MTP layer, one past the last, always is."""
+        main = layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+        return bool(self.num_experts) and (main or layer == self.num_hidden_layers)
 
 
 TYPES = (bool, int, float, str, list, dict)

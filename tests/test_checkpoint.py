@@ -391,6 +391,15 @@ def test_saving_without_mtp_copies(tmp_path):
     assert torch.equal(logits(load(tmp_path)), logits(case("micro-mtp")[0]))
 
 
+@pytest.mark.parametrize("changes", [dict(moe_layer_freq=2), dict(first_k_dense_replace=9)])
+def test_the_mtp_layer_is_always_moe(tmp_path, changes):
+    model = tiny_model(num_nextn_predict_layers=1, **changes)  # 5 layers: the MTP layer is number 5
+    model.save_pretrained(tmp_path)
+    assert any("layers.5.block_sparse_moe.experts.0.w1" in name for name in stored(tmp_path))
+    assert not any("layers.3.block_sparse_moe" in name for name in stored(tmp_path))
+    assert torch.equal(logits(load(tmp_path)), logits(model))
+
+
 def test_mtp_of_a_model_without_attnres(tmp_path):
     """There its layer has no AttnRes tensors at all."""
     model = tiny_model(attn_res_block_size=None, num_nextn_predict_layers=1)

@@ -6,7 +6,7 @@ from helpers import fp4_value, mxfp4_decode, norm64, perturb, published64, rel, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe import MLP, Experts, MoE, activation, mxfp4_pack, mxfp4_unpack, route, routed_experts
+from moe import MLP, Experts, MoE, Router, activation, mxfp4_pack, mxfp4_unpack, route, routed_experts
 
 # ---------------------------------------------------------------- router
 
@@ -340,3 +340,18 @@ def test_pack_refuses_what_is_not_finite(bad):
 def test_pack_refuses_ragged_rows(width):
     with pytest.raises(ValueError, match="multiple of 32"):
         mxfp4_pack(torch.zeros(2, width))
+
+
+@pytest.mark.parametrize("experts, hidden", [(6, 96), (12, 48), (34, 200)])
+def test_equal_router_rows_tie_whatever_runs_with_them(experts, hidden):
+    """Two experts with the same weights and bias: the lower id wins, for a token alone and in any company."""
+    router = Router(tiny_config(num_experts=experts, hidden_size=hidden, num_experts_per_token=3))
+    half = experts // 2
+    with torch.no_grad():
+        router.weight[half:] = router.weight[:half]
+        x = torch.randn(77, hidden)
+        ids = router(x)[0]
+        for n in (1, 2, 7, 16, 33):
+            assert all(torch.equal(router(part)[0], want) for part, want in zip(x.split(n), ids.split(n)))
+    for chosen in ids.tolist():  # of each pair the lower comes first, and the higher only right behind it
+        assert all(chosen[i - 1] == e - half for i, e in enumerate(chosen) if e >= half)
