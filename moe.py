@@ -173,8 +173,8 @@ class Router(nn.Module):
 
     def forward(self, x):
         """x [N, H] -> expert ids [N, k] int64, weights [N, k] float32."""
-        # In float64, then rounded: a float32 product may give equal rows logits that differ in the last bit, depending on
-        # how many tokens run together, and ties (by id) would be decided by that.
+        # In float64, then rounded: a float32 product may give equal rows logits that differ in the last bit, by how many
+        # tokens run together, and ties (by id) would be decided by that.
         with no_autocast(x):
             logits = F.linear(x.double(), self.weight.double())
         return route(logits.to(wide(x[:0]).dtype), self.e_score_correction_bias, self.cfg)
