@@ -173,7 +173,7 @@ class Router(nn.Module):
 
     def forward(self, x):
         """x [N, H] -> expert ids [N, k] int64, weights [N, k] float32."""
-        # In float64, then rounded: a float32 product may give equal rows logits that differ in the last bit, by how many
+        # In float64, then rounded: a float32 product may give equal rows logits that differ in the last bit by how many
         # tokens run together, and ties (by id) would be decided by that.
         with no_autocast(x):
             logits = F.linear(x.double(), self.weight.double())
