@@ -94,11 +94,14 @@ class PagePool(Pages):
         # Memory is not touched before it is used: on a CPU an empty pool costs nothing.
         self.slabs = torch.empty(slabs, num_pages, slab_bytes, dtype=torch.uint8, device=device)
         self._rows = self.slabs.view(self.latent_dtype).view(slabs, -1, width)
-        h, d, state_dtype = cfg.kda_heads, cfg.kda_head_dim, torch.promote_types(dtype, torch.float32)
-        start = h * d * d * state_dtype.itemsize // dtype.itemsize
-        self._S = self.slabs.view(state_dtype)[..., : h * d * d].unflatten(-1, (h, d, d))
-        conv = (cfg.conv_kernel - 1) * 3 * h * d
-        self._conv = self.slabs.view(dtype)[..., start : start + conv].unflatten(-1, (cfg.conv_kernel - 1, 3 * h * d))
+        if cfg.kda_layers:
+            h, d, state_dtype = cfg.kda_heads, cfg.kda_head_dim, torch.promote_types(dtype, torch.float32)
+            start = h * d * d * state_dtype.itemsize // dtype.itemsize
+            self._S = self.slabs.view(state_dtype)[..., : h * d * d].unflatten(-1, (h, d, d))
+            conv = (cfg.conv_kernel - 1) * 3 * h * d
+            self._conv = self.slabs.view(dtype)[..., start : start + conv].unflatten(
+                -1, (cfg.conv_kernel - 1, 3 * h * d)
+            )
         self.live = np.zeros(num_pages, dtype=np.int32)  # references held by running requests, the rest are the cache's
         self.live_pages = 0
 
@@ -354,7 +357,7 @@ class PrefixCache:
             child = node.children.get(int(tokens[at]))
             if child is None:
                 break
-            same = _common(child.tokens, tokens[at:])
+            same = common(child.tokens, tokens[at:])
             at += same
             if same < len(child.tokens) or (here and child.on_host):
                 break
@@ -397,7 +400,7 @@ class PrefixCache:
                 self.nodes[child] = None
                 node.children[int(tokens[at])] = child
             else:
-                same = _common(child.tokens, tokens[at:])
+                same = common(child.tokens, tokens[at:])
                 child = self._split(child, same) if same < len(child.tokens) else child
             node, at = child, child.end
         if node.snapshot is None and not node.on_host:
@@ -611,7 +614,7 @@ def _is_leaf(node):
     return all(child.on_host for child in node.children.values())
 
 
-def _common(a, b):
+def common(a, b):
     """How many leading elements two integer arrays share."""
     n = min(len(a), len(b))
     different = a[:n] != b[:n]

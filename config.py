@@ -79,7 +79,7 @@ class K3Config:
     moe_layer_freq: int = 1
     attn_res_block_size: int | None = 12
     num_nextn_predict_layers: int = 0
-    bos_token_id: int | None = 163584
+    bos_token_id: int | list | None = 163584
     eos_token_id: int | list | None = 163586
     pad_token_id: int | None = 163839
     linear_attn_config: dict = field(default_factory=_k3_linear_attn)

@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 import kernels as registry
-from cache import FP8, Batch, Chunk, PagePool, PrefixCache
+from cache import FP8, Batch, Chunk, PagePool, PrefixCache, common
 from model import K3
 from sampling import SamplingParams, logprobs, sample, uniform
 from tokenizer import Tokenizer
@@ -353,6 +353,8 @@ class Engine:
         if request.transfer is not None:
             return False
         node, known = self.cache.match(request.tokens) if self.prefix_cache else (None, 0)
+        if self._soon(request, node.end if node else 0):
+            return False
         if node and any(n.on_host for n in node.path()):
             request.transfer = self.cache.restore(node)
             if request.transfer is None:  # no room to bring it back: worth waiting for, unless nothing will make room
@@ -397,6 +399,20 @@ class Engine:
         request.shared, request.preempted = node is not None, False
         bisect.insort(self.running, self.waiting.popleft(), key=lambda r: r.out.rid)
         return True
+
+    def _soon(self, request, known):
+        """Whether a prompt that is being read now will reach a point from which this request can resume, later than
+        `known`; a snapshot is then due there. Requests that come together so read what they share only once.
+        """
+        least = self.snapshots.branch
+        for other in self.running if self.prefix_cache and least else ():
+            end = other.out.prompt_tokens
+            if other.computed < end and min(end, request.length) - known >= least:
+                same = common(other.buffer[:end], request.tokens)
+                if other.computed < same and same - known >= least:
+                    other.branch = other.branch if other.computed < other.branch <= same else same
+                    return True
+        return False
 
     def _fits(self, node, total):
         """Whether a request of `total` history pages that resumes at node fits: what it shares, copies and adds."""

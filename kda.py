@@ -69,8 +69,7 @@ def kda_chunked(q, k, v, g, beta, state):
         S'  = diag(e^{G_C}) S + sum_j (k_j e^{G_C - G_j}) U_j^T
 
     No exponent is ever positive: G falls by up to 5 a token (more without a bound), so e^{-G_j} alone would overflow.
-    Inside a BLOCK of 16 tokens the difference G_i - G_j is taken first; between blocks it is split at the end of the
-    block before i's.
+    Inside a BLOCK of 16 tokens the difference G_i - G_j is taken first; between blocks it is split at the start of i's.
     """
     q, k, v, g, beta, state = (wide(x) for x in (q, k, v, g, beta, state))
     B, T, h, d = q.shape
@@ -81,21 +80,24 @@ def kda_chunked(q, k, v, g, beta, state):
         F.pad(x, (0, 0, 0, 0, 0, n * size - T)).unflatten(1, (n, size)).movedim(3, 1)
         for x in (q, k, v, g, beta[..., None])
     )
-    G = g.cumsum(-2)
+
+    # Sums of g are taken inside a block, and of whole blocks: a difference of two long sums would lose digits.
+    gb, kb = g.unflatten(3, (m, BLOCK)).cumsum(-2), k.unflatten(3, (m, BLOCK))  # [B, h, n, m, BLOCK, d]
+    total = gb[..., -1, :]  # [B, h, n, m, d]
+    ones = q.new_ones(m, m)
+    before, behind = ones.tril(-1) @ total, ones.triu(1) @ total
+    between = torch.einsum("ac,bc,...cd->...abd", ones.tril(-1), ones.triu(1), total)  # of the blocks b < c < a
+    rest = total[..., None, :] - gb  # from j to the end of its block
+    G = (gb + before[..., None, :]).flatten(3, 4)
 
     # pair products for k and q at once, p = [k, q]: P[i, j] = <p_i e^{G_i - G_j}, k_j>
     p = torch.stack([k, q], dim=3)  # [B, h, n, 2, size, d]
-    Gb, kb, pb = G.unflatten(3, (m, BLOCK)), k.unflatten(3, (m, BLOCK)), p.unflatten(4, (m, BLOCK))
-    split = F.pad(Gb[..., :-1, -1, :], (0, 0, 1, 0))  # [B, h, n, m, d]: G at the end of the block before
-    left = pb * (Gb - split[..., None, :]).exp()[:, :, :, None]
-    right = k[:, :, :, None] * (split[..., None, :] - G[:, :, :, None]).clamp(max=0).exp()  # [B, h, n, m, size, d]
-    P = (left @ right[:, :, :, None].mT).flatten(
-        4, 5
-    )  # [B, h, n, 2, size, size]: right where j is in an earlier block than i
-    decay = (Gb[..., :, None, :] - Gb[..., None, :, :]).clamp(max=0).exp()  # [B, h, n, m, i, j, d]
-    same = ((decay * kb[..., None, :, :]) @ pb.movedim(3, -1)).movedim(
-        -1, 3
-    )  # [B, h, n, 2, m, i, j]: right inside a block
+    pb = p.unflatten(4, (m, BLOCK))
+    left = pb * gb.exp()[:, :, :, None]
+    right = kb[:, :, :, None] * (rest[:, :, :, None] + between[..., None, :]).exp()  # [B, h, n, a, b, BLOCK, d]
+    P = (left @ right.flatten(4, 5)[:, :, :, None].mT).flatten(4, 5)  # right where j is in an earlier block than i
+    decay = (gb[..., :, None, :] - gb[..., None, :, :]).clamp(max=0).exp()  # [B, h, n, m, i, j, d]
+    same = ((decay * kb[..., None, :, :]) @ pb.movedim(3, -1)).movedim(-1, 3)  # [B, h, n, 2, m, i, j]: inside a block
     block = torch.arange(size, device=q.device) // BLOCK
     P = torch.where(block[:, None] == block, same.tile(m).flatten(-3, -2), P).tril()
 
@@ -104,7 +106,8 @@ def kda_chunked(q, k, v, g, beta, state):
     rhs = beta * torch.cat([v, k * G.exp()], dim=-1)
     solved = torch.linalg.solve_triangular(eye + beta * P[:, :, :, 0].tril(-1), rhs, upper=False, unitriangular=True)
     Uv, Uk = solved.split(d, dim=-1)
-    q_in, k_out, G_end = q * G.exp(), (k * (G[..., -1:, :] - G).exp()).mT, G[..., -1, :, None].exp()
+    k_out = (kb * (rest + behind[..., None, :]).exp()).flatten(3, 4).mT
+    q_in, G_end = q * G.exp(), G[..., -1, :, None].exp()
 
     out = []
     for c in range(n):  # the only sequential part: once per chunk

@@ -183,7 +183,9 @@ class Router(nn.Module):
 @kernels.op("router")
 def route(logits, bias, cfg):
     """logits [N, E], bias [E], float32 -> ids [N, k], weights [N, k]. Ties go to the lower id (and lower group)."""
-    p = logits.sigmoid() if cfg.moe_router_activation_func == "sigmoid" else logits.softmax(-1)
+    # In float64 too: the vectorized float32 sigmoid and its scalar tail differ in the last bit.
+    p = logits.double().sigmoid() if cfg.moe_router_activation_func == "sigmoid" else logits.double().softmax(-1)
+    p = p.to(logits.dtype)
     biased = p.detach() + bias
     if cfg.use_grouped_topk and cfg.num_expert_group > 1:
         groups = biased.unflatten(-1, (cfg.num_expert_group, -1))

@@ -876,3 +876,10 @@ def test_missing_folder(tmp_path):
         Engine(tmp_path / "nowhere")
     with pytest.raises(OSError, match="no config.json"):
         Engine(tmp_path)
+
+
+def test_only_mla_layers_with_a_small_page():
+    """Without KDA layers a page need not be able to hold a state."""
+    mla = dict(kda_layers=[], full_attn_layers=[1, 2, 3, 4, 5], num_heads=8, head_dim=64)
+    eng = engine(tiny_model(linear=mla), prefill_chunk=11)
+    assert_greedy(eng, ids := prompt(30, vocab=61), eng.generate([ids], greedy(6))[0], 6)

@@ -355,3 +355,13 @@ def test_equal_router_rows_tie_whatever_runs_with_them(experts, hidden):
             assert all(torch.equal(router(part)[0], want) for part, want in zip(x.split(n), ids.split(n)))
     for chosen in ids.tolist():  # of each pair the lower comes first, and the higher only right behind it
         assert all(chosen[i - 1] == e - half for i, e in enumerate(chosen) if e >= half)
+
+
+@pytest.mark.parametrize("activation_func", ["sigmoid", "softmax"])
+def test_equal_logits_tie_wherever_they_stand(activation_func):
+    """A float32 sigmoid gives its vectorized part and its tail results that differ in the last bit."""
+    cfg = tiny_config(num_experts=12, num_experts_per_token=1, moe_router_activation_func=activation_func)
+    for value in torch.linspace(-4, 4, 200).tolist():
+        logits = torch.full((3, 12), -9.0)
+        logits[:, 2] = logits[:, 8] = value
+        assert route(logits, torch.zeros(12), cfg)[0].flatten().tolist() == [2, 2, 2]

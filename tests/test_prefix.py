@@ -184,6 +184,16 @@ def test_a_shared_system_prompt_is_resumable_once_seen_twice():
     assert reused == [0, 0, 200, 200]
 
 
+def test_requests_that_come_together_read_what_they_share_once():
+    engine = Engine(case("micro")[0], num_pages=90, prefill_chunk=64)
+    system = text(2, 200)
+    texts = [system + text(i, 20) for i in range(10, 15)]
+    outs = engine.generate(texts, greedy(4))
+    assert [o.cached_tokens for o in outs] == [0, 200, 200, 200, 200]
+    assert [o.token_ids for o in outs] == [alone("micro", tuple(t), 4) for t in texts]
+    audit(engine)
+
+
 def test_snapshots_in_a_long_prompt():
     engine = Engine(case("micro")[0], num_pages=60, snapshots=Snapshots(prompt=False, answer=False, every=64, branch=0))
     ids = text(3, 300)
