@@ -117,7 +117,7 @@ def evaluate(folder, val, seq=512, prompts=64, drafts=3, device="cpu", kv_dtype=
     if kv_dtype:
         bits = {name: bits_per_byte_paged(model, ids, size, seq, latent) for name, latent in (("", None), ("fp8", FP8))}
         found = {
-            "held-out bits per byte": f"{bits['']:.4f} with rows as the model has them, {bits['fp8']:.4f} with FP8 rows"
+            "held-out bits per byte": f"{bits['']:.5f} with rows as the model has them, {bits['fp8']:.5f} with FP8 rows"
         }
         print("\n".join(f"{name}: {value}" for name, value in found.items()))
         return found
