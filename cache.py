@@ -469,20 +469,21 @@ class PrefixCache:
         del node.parent.children[int(node.tokens[0])]
 
     def forget(self, tokens):
-        """Drops every snapshot on the path of `tokens`: a fault was found in a text that may have left it there."""
-        node, _ = self.match(tokens)
-        while node is not None and node.parent is not None:
-            parent = node.parent
-            if node.snapshot is not None and not node.pins:
-                self._drop_snapshot(node)
-            if not node.children and not node.pins and node.snapshot is None:
-                self._remove_one(node)
-            node = parent
+        """Drops every text that begins like `tokens`: a fault was found that may lie in a page or state they share."""
+        top = self.root.children.get(int(tokens[0]))
+        if top is None:
+            return
+        below = [n for n in [*self.nodes, *self.host_nodes] if n.path()[0] is top]
+        if not any(n.pins for n in below):
+            self._remove_one(top, recurse=True)
+        for n in below if top.pins else ():  # a transfer is under way: nothing resumes from the others
+            if n.snapshot is not None and not n.pins:
+                self._drop_snapshot(n)
 
     def clear(self):
-        """Forgets everything that no transfer is using."""
-        for child in list(self.root.children.values()):
-            if not any(n.pins for n in [*self.nodes, *self.host_nodes]):
+        """Forgets everything, unless a transfer is under way."""
+        if not any(n.pins for n in [*self.nodes, *self.host_nodes]):
+            for child in list(self.root.children.values()):
                 self._remove_one(child, recurse=True)
 
     # -- the host tier

@@ -1,11 +1,11 @@
 """The engine: many requests, one loop. `python engine.py --prompt "Once upon a time"` runs it.
 
     while there are requests:
-        admit waiting requests, first come first served: resume from the longest cached prefix, take pages for the
-        prompt plan a batch: one token of every answer that is being written, chunks of the prompts that are being read,
-        within a budget where pages run out, evict cached prefixes, then preempt the youngest request run the model;
-        sample a token for every sequence that has been read to its end; snapshot states worth keeping finish what has
-        stopped; its prefix stays in the cache
+        admit waiting requests, first come first served: resume from cached prefixes, take pages for the prompt
+        plan a batch: one token of every answer, and chunks of the prompts that are being read, within a budget
+        where pages run out, evict cached prefixes, then preempt the youngest request
+        run the model; sample for every sequence that was read to its end; snapshot states worth keeping
+        finish what has stopped; its prefix stays in the cache
 
 Everything a sequence needs between steps lies in the page pool (cache.py): its latent rows and its KDA state.
 """
@@ -18,7 +18,7 @@ import random
 import resource
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +51,10 @@ class Snapshots:
     answer: bool = True
     every: int = 8192
     branch: int = 16
+
+    def __post_init__(self):
+        if any(not isinstance(n, int) or n < 0 for n in (self.every, self.branch)):
+            raise ValueError(f"Snapshots.every is {self.every!r} and branch {self.branch!r}; both must be 0 or more")
 
 
 @dataclass
@@ -116,6 +120,7 @@ class TextStream:
         found = [at for at in (text.find(s) for s in self.stop) if at >= 0]
         if found:
             self.held = ""
+            self.decoder.flush()  # the token that completed it may have begun a character behind it
             return text[: min(found)], True
         keep = max(
             (n for s in self.stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0
@@ -167,11 +172,11 @@ class Engine:
         self.cache = PrefixCache(self.pool, host_pages)
         self.prefix_cache = prefix_cache
         self.waiting, self.running, self._done = deque(), [], []  # running: in order of arrival
-        self._next_rid = self.preemptions = 0
+        self._next_rid = self.preemptions = self.faults = 0
         self._eos = self.cfg.eos_ids
         self._reused = self._asked = 0  # prompt tokens: from the cache, in all
         self._seconds, self._tokens = {"prompt": 0.0, "decode": 0.0}, {"prompt": 0, "decode": 0}
-        self._counts_before = registry.counts.copy()
+        self._ran = Counter()  # (op, backend) -> calls
 
     def _fitting_pages(self, latent):
         empty = PagePool(self.cfg, 0, self.dtype, "meta", latent)
@@ -247,8 +252,10 @@ class Engine:
     def _hand_over(self, outs):
         """Ends what still runs of `outs`; `step` will not return them any more."""
         for out in outs:
-            self.abort(out.rid)
-        self._done = [done for done in self._done if all(done is not out for out in outs)]
+            if out.finish_reason is None:
+                self.abort(out.rid)
+        mine = {out.rid for out in outs}
+        self._done = [done for done in self._done if done.rid not in mine]
 
     def _checked(self, prompt, params):
         """The prompt as a list of ids, or a ValueError that says why it cannot run."""
@@ -302,18 +309,18 @@ class Engine:
     @torch.inference_mode()
     def _advance(self):
         """Runs one batch; returns the Outputs that grew."""
+        counts = registry.counts.copy()
         self._admit()
         ready = [r for r in self.running if r.computed == r.length]  # resumed at their last token: nothing to run
         started = time.perf_counter()
         plan = self._plan()
         if plan:
-            hidden = self._run(plan)
-            last = np.cumsum([c.tokens for _, c in plan]) - 1
-            for (request, chunk), h in zip(plan, hidden[torch.from_numpy(last).to(self.device)].clone()):
+            for (request, chunk), h in zip(plan, self._run(plan)):
                 request.computed, request.hidden = chunk.past + chunk.tokens, h
                 if chunk.dst is not chunk.src:
                     self.pool.drop(chunk.src)
                     request.state, request.shared = chunk.dst, False
+            for request, _ in plan:  # when all are up to date: Ctrl-C may come while the host waits for the GPU
                 if request.computed <= request.out.prompt_tokens:
                     self._snapshot(request)
         ends = ready + [r for r, _ in plan if r.computed == r.length]
@@ -321,14 +328,17 @@ class Engine:
             self._sample(ends, self.model.logits(torch.stack([r.hidden for r in ends])))
         if plan:
             self._count(plan, time.perf_counter() - started)
+        self._ran += registry.counts - counts
         return [r.out for r in ends]
 
     def _run(self, plan):
-        """The model over one batch -> hidden [N, H]. Where it raises, layers before the fault have moved states on."""
-        ids = np.concatenate([r.buffer[c.past : c.past + c.tokens] for r, c in plan]).astype(np.int64)
-        batch = Batch.paged(self.pool, [c for _, c in plan])
+        """The model over one batch -> hidden [R, H] of each request's last token. If it raises, states have moved."""
         try:
-            return self.model.hidden(torch.from_numpy(ids).to(self.device), batch)
+            ids = np.concatenate([r.buffer[c.past : c.past + c.tokens] for r, c in plan]).astype(np.int64)
+            last = np.cumsum([c.tokens for _, c in plan]) - 1
+            batch = Batch.paged(self.pool, [c for _, c in plan])
+            hidden = self.model.hidden(torch.from_numpy(ids).to(self.device), batch)
+            return hidden[torch.from_numpy(last).to(self.device)]
         except BaseException:  # Ctrl-C too: these requests start again from what the cache has, or from nothing
             for request, chunk in sorted(plan, key=lambda item: -item[0].out.rid):
                 if chunk.dst is not chunk.src:
@@ -355,6 +365,8 @@ class Engine:
         node, known = self.cache.match(request.tokens) if self.prefix_cache else (None, 0)
         if self._soon(request, node.end if node else 0):
             return False
+        if node and any(n.pins for n in node.path()):
+            return False  # on its way from the host for another request: not there yet
         if node and any(n.on_host for n in node.path()):
             request.transfer = self.cache.restore(node)
             if request.transfer is None:  # no room to bring it back: worth waiting for, unless nothing will make room
@@ -507,6 +519,7 @@ class Engine:
         tokens = sample(logits if all(finite) else logits.nan_to_num(), [r.params for r in requests], draws).tolist()
         for i, (request, good, token) in enumerate(zip(requests, finite, tokens)):
             if not good:
+                self.faults += 1
                 self._finish(request, "error")
                 continue
             request.append(token)
@@ -555,7 +568,6 @@ class Engine:
     @property
     def stats(self):
         """What the engine holds and did: pages, requests, reuse, tokens/s, the backend each op ran with its calls."""
-        ran = registry.counts - self._counts_before
         pool, host = self.pool, self.cache.host
         history, state = (
             np.unique(np.concatenate([[], *[getattr(r, x) for r in self.running]])).size for x in ("pages", "state")
@@ -568,16 +580,18 @@ class Engine:
         }
         stats |= {"hit_rate": self._reused / self._asked if self._asked else 0.0, "preemptions": self.preemptions}
         stats |= {"evicted": self.cache.evicted, "offloaded": self.cache.offloaded, "restored": self.cache.restored}
-        stats |= {"running": len(self.running), "waiting": len(self.waiting)}
+        stats |= {"faults": self.faults, "running": len(self.running), "waiting": len(self.waiting)}
         for kind in ("prompt", "decode"):
             stats |= {f"{kind}_tokens": self._tokens[kind], f"{kind}_tokens_per_s": self._rate(kind)}
-        return stats | {"backends": {name: f"{backend} x{calls}" for (name, backend), calls in sorted(ran.items())}}
+        return stats | {
+            "backends": {name: f"{backend} x{calls}" for (name, backend), calls in sorted(self._ran.items())}
+        }
 
 
 def _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, backend, host_pages, kv_dtype):
     for name, value in (("num_pages", num_pages), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+        if not (value is None and name == "num_pages") and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is {value!r}; it must be at least 1")
     if draft_tokens:
         raise ValueError(f"draft_tokens is {draft_tokens}; speculative decoding is not built yet, use 0")
     if host_pages < 0:
@@ -671,15 +685,21 @@ def main(argv=None):
                 first = first or time.perf_counter() - started
                 print(piece, end="", flush=True)
             print()
+            if engine.faults:
+                raise ValueError("the model's output was not finite (NaN); is the checkpoint damaged?")
         else:
-            for n, out in enumerate(engine.generate(prompts, params, progress=sys.stderr.isatty()), 1):
+            for n, out in enumerate(
+                engine.generate(prompts, params, progress=bool(sys.stderr) and sys.stderr.isatty()), 1
+            ):
                 print(f"[{n}]", file=sys.stderr, flush=True)
                 print(out.text, flush=True)
+            if engine.faults:
+                raise ValueError(f"{engine.faults} answers ended because the model's output was not finite (NaN)")
         if args.stats:
             _print_stats(engine, first)
     except BrokenPipeError:  # the reader has left, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, RecursionError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -688,6 +708,8 @@ def main(argv=None):
 
 
 def _read_stdin():
+    if sys.stdin is None:
+        raise ValueError("--prompt - reads standard input, which is closed")
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as e:

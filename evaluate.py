@@ -148,6 +148,10 @@ def main(argv=None):
     p.add_argument("--kv-dtype", choices=["fp8"], help="compare rows as the model has them with rows of this type")
     args = vars(p.parse_args(argv))
     try:
+        if min(args["seq"], args["prompts"]) < 1 or args["drafts"] < 0:
+            raise ValueError("--seq and --prompts must be at least 1, --drafts at least 0")
+        if args["device"].startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError("PyTorch sees no GPU here; use --device cpu")
         evaluate(**args)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)

@@ -4,7 +4,7 @@ A draw depends only on the request's seed and the position in its answer, never 
 engine stopped: u = uniform(seed, position), and the token is where the cumulative distribution passes u.
 """
 
-import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +42,11 @@ class SamplingParams:
 
         number, listed = (int, float), (tuple, list)
         need(is_a("max_tokens", int) and self.max_tokens >= 0, "max_tokens", "a whole number, 0 or more")
-        need(is_a("temperature", *number) and 0 <= self.temperature < math.inf, "temperature", "a number, 0 or more")
+        need(
+            is_a("temperature", *number) and 0 <= self.temperature <= sys.float_info.max,
+            "temperature",
+            "a number, 0 or more",
+        )
         need(is_a("top_k", int) and self.top_k >= 0, "top_k", "a whole number, 0 (all) or more")
         need(is_a("top_p", *number) and 0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
         need(is_a("min_p", *number) and 0 <= self.min_p <= 1, "min_p", "a number between 0 and 1")
@@ -88,8 +92,9 @@ def sample(logits, params, draws):
     chosen = logits.argmax(-1)
     rows = [i for i, p in enumerate(params) if p.temperature > 0]
     if rows:
+        V = logits.shape[-1]
         columns = [
-            (params[i].temperature, params[i].top_k or logits.shape[-1], params[i].top_p, params[i].min_p, draws[i])
+            (params[i].temperature, min(params[i].top_k or V, V), params[i].top_p, params[i].min_p, draws[i])
             for i in rows
         ]
         *filters, u = torch.tensor(columns, dtype=torch.float64, device=logits.device).unbind(1)

@@ -344,7 +344,6 @@ def test_a_nan_ends_its_own_request_only(at):
 
 def test_a_pool_full_of_nan_changes_nothing():
     engine = Engine(case("micro")[0], num_pages=30)
-    engine.pool.rows(0).new_tensor(0)
     engine.pool.slabs.fill_(0xFF)  # NaN in every float format
     texts = [text(i, n) for i, n in enumerate((1, 60, 130, 257))]
     outs = engine.generate(texts, greedy(6))
@@ -373,7 +372,7 @@ def test_fp8_rows_saturate_and_stay_close():
         engine.generate([text(1, 90)], SamplingParams(max_tokens=1, logprobs=20))[0],
         alone("micro", tuple(text(1, 90)), 1),
     )
-    assert len(out.token_ids) == len(exact)
+    assert out.logprobs[0][exact[0]] > -5  # rounded, but the exact choice stays a likely one
 
 
 def test_kv_dtype_is_checked():
