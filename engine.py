@@ -189,7 +189,8 @@ class Engine:
 
     def add(self, prompt, params=None):
         """Queues a prompt (str or ids) and returns its request id. Raises ValueError if it can never run."""
-        return self._enqueue(self._checked(prompt, params or SamplingParams()), params or SamplingParams()).rid
+        params = params or SamplingParams()
+        return self._enqueue(self._checked(prompt, params), params).rid
 
     def abort(self, rid):
         """Ends a request at once, with finish_reason "abort"; its pages are free again. False if no such request is
