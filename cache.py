@@ -160,118 +160,122 @@ class Chunk:
     pages: np.ndarray
     src: np.ndarray
     dst: np.ndarray
+    follows: bool = False  # the same text as the chunk before it, which ends where a snapshot is due
 
 
 @dataclass
-class Segment:
-    """B neighbouring sequences of T new tokens each, one dense problem; and where their history and state lie."""
+class Part:
+    """Neighbouring sequences of a batch that one op handles together, and where their history and state lie.
+
+    lengths: new tokens of each, on the host; follows[i]: sequence i continues sequence i - 1, the same text cut where a
+    snapshot is due, and reads the state page that i - 1 writes. Page ids below 0 are of padding: nothing is read or
+    written there.
+    """
 
     rows: slice  # of the batch
-    B: int
-    T: int
-    page_size: int = 0
-    past: torch.Tensor | None = None  # [B] tokens before these
-    table: torch.Tensor | None = None  # [B, W] history pages
-    src: torch.Tensor | None = None  # [B, groups] state pages read
-    dst: torch.Tensor | None = None  # [B, groups] state pages written
-    longest: int = 0  # the largest past + T
-    plain: bool = True  # nothing to hide: a lone last token of equally long sequences, or whole prompts (causal)
-    fresh: bool = False  # some sequence starts here: whatever its state page holds is not its state
+    lengths: list
+    follows: list
+    longest: int  # no sequence has more tokens, past ones included
+    page_size: int
+    past: torch.Tensor  # [B] int32: tokens before these
+    table: torch.Tensor  # [B, W] int32: history pages
+    src: torch.Tensor  # [B, groups] int64: state pages read, unless past is 0
+    dst: torch.Tensor  # [B, groups] int64: state pages written
 
-    def dense(self, x):
-        """The segment's part of x [N, ...] -> [B, T, ...]."""
-        return x[self.rows].unflatten(0, (self.B, self.T))
-
-    @cached_property
-    def history(self):
-        """[B, L] row numbers in a slab; beyond a sequence's end its own first row: no other's row is ever read."""
-        position = torch.arange(self.longest, device=self.table.device)
-        rows = self.table[:, position // self.page_size] * self.page_size + position % self.page_size
-        return rows if self.plain else torch.where(position < self.past[:, None] + self.T, rows, rows[:, :1])
+    @property
+    def decode(self):
+        """Whether each sequence brings one token."""
+        return max(self.lengths) == 1 and not any(self.follows)
 
     @cached_property
-    def mask(self):
-        """[B, T, L] bool: what each new token sees; None where it is plain."""
-        if self.plain:
-            return None
-        new = self.past[:, None] + torch.arange(self.T, device=self.past.device)
-        return torch.arange(self.longest, device=self.past.device) <= new[..., None]
+    def runs(self):
+        """[(first, last + 1, T, rows)]: neighbours that bring T tokens each and do not wait for each other; rows: theirs
+        in the part.
+        """
+        runs, first, row = [], 0, 0
+        for i in range(1, len(self.lengths) + 1):
+            if i == len(self.lengths) or self.lengths[i] != self.lengths[first] or self.follows[i]:
+                end = row + (i - first) * self.lengths[first]
+                runs.append((first, i, self.lengths[first], slice(row, end)))
+                first, row = i, end
+        return runs
+
+    @cached_property
+    def starts(self):
+        """[B + 1] int32: the first row of each sequence in the part."""
+        return self._upload(np.cumsum([0, *self.lengths]))
+
+    def chunks(self, size):
+        """The sequences cut into chunks of at most `size` rows -> table [C, 4] int32 (first row, rows, sequence, whether it
+        is the sequence's last), chains [n + 1] int32: the first chunk of each text; pieces that follow belong to one.
+        """
+        if size not in self._chunks:
+            table, chains, row = [], [], 0
+            for i, (length, follows) in enumerate(zip(self.lengths, self.follows)):
+                chains += [] if follows else [len(table)]
+                for at in range(0, length, size):
+                    table.append((row + at, min(size, length - at), i, at + size >= length))
+                row += length
+            self._chunks[size] = self._upload(np.array(table)), self._upload(np.array([*chains, len(table)]))
+        return self._chunks[size]
+
+    @cached_property
+    def _chunks(self):
+        return {}
+
+    def _upload(self, x):
+        return torch.from_numpy(x.astype(np.int32)).to(self.past.device, non_blocking=True)
 
 
 class Batch:
-    """Sequences that run together, their rows one after another, and their place in the pool, or none: whole ones."""
+    """Sequences that run together, their rows one after another: first those that bring one token, then the others.
 
-    def __init__(self, segments, pool=None, slots=None):
-        self.segments, self.pool, self.slots = segments, pool, slots
+    parts: their places in the pool; slots [N] int64: the row of a slab where each new token's latent row goes. Without a
+    pool: B whole sequences of T tokens, the differentiable path.
+    """
+
+    def __init__(self, pool, parts, slots):
+        self.pool, self.parts, self.slots = pool, parts, slots
 
     @classmethod
     def whole(cls, B, T):
         """B whole sequences of T tokens, no cache."""
-        return cls([Segment(slice(0, B * T), B, T)])
+        batch = cls(None, [], None)
+        batch.B, batch.T = B, T
+        return batch
 
     @classmethod
     def paged(cls, pool, chunks):
-        """One batch of chunks. Neighbours with equal numbers of new tokens share a segment: sort by `tokens` before."""
+        """One batch of chunks, those with one token first. Neighbours with equal numbers of new tokens run together."""
         P, device = pool.page_size, pool.slabs.device
         tokens, past = np.array([(c.tokens, c.past) for c in chunks], dtype=np.int64).T
         width = int((past + tokens + P - 1).max()) // P
-        table = np.zeros((len(chunks), width), dtype=np.int64)
+        table = np.zeros((len(chunks), width), dtype=np.int32)
         for row, c in zip(table, chunks):
             used = c.pages[:width]
             row[: len(used)] = used
         owner = np.repeat(np.arange(len(chunks)), tokens)
         starts = np.cumsum(tokens) - tokens
         position = past[owner] + np.arange(tokens.sum()) - starts[owner]
-        slots = table[owner, position // P] * P + position % P
+        slots = table[owner, position // P].astype(np.int64) * P + position % P
         src, dst = np.array([c.src for c in chunks]), np.array([c.dst for c in chunks])
-        on = [torch.from_numpy(x).to(device, non_blocking=True) for x in (past, table, src, dst, slots)]
+        arrays = (past.astype(np.int32), table, src, dst, slots)
+        *where, slots = [torch.from_numpy(x).to(device, non_blocking=True) for x in arrays]
 
-        segments, i = [], 0
-        for end in [*(np.flatnonzero(np.diff(tokens)) + 1).tolist(), len(chunks)]:
-            T, before = int(tokens[i]), past[i:end]
-            plain = bool((T == 1 or before[0] == 0) and (before == before[0]).all())
-            where = (x[i:end] for x in on[:4])
-            rows = slice(int(starts[i]), int(starts[i]) + (end - i) * T)
-            segments.append(Segment(rows, end - i, T, P, *where, int(before.max()) + T, plain, not before.all()))
-            i = end
-        return cls(segments, pool, on[4])
+        follows = [c.follows for c in chunks]
+        waits = [*follows[1:], False]  # a piece with another behind it is no decode row, even if it is one token
+        ones = next((i for i, n in enumerate(tokens) if n > 1 or follows[i] or waits[i]), len(chunks))
+        parts, end = [], int(tokens.sum())
+        for i, j, rows in ((0, ones, slice(0, ones)), (ones, len(chunks), slice(ones, end))):
+            if i < j:
+                longest = int((past[i:j] + tokens[i:j]).max())
+                parts.append(Part(rows, tokens[i:j].tolist(), follows[i:j], longest, P, *(x[i:j] for x in where)))
+        return cls(pool, parts, slots)
 
-    def read_state(self, kda_index, seg):
-        """(conv [B, K-1, 3hd], S [B, h, d, d]) before the new tokens, zero where one starts; None without a pool."""
-        if self.pool is None:
-            return None
-        S, conv = self.pool.state(kda_index)
-        pages = seg.src[:, self.pool.group(kda_index)]
-        S, conv = S[pages], conv[pages]
-        if seg.fresh:
-            start = seg.past == 0
-            S, conv = S.masked_fill(start[:, None, None, None], 0), conv.masked_fill(start[:, None, None], 0)
-        return conv, S
-
-    def write_state(self, kda_index, seg, conv, S):
-        if self.pool is not None:
-            pages = seg.dst[:, self.pool.group(kda_index)]
-            for state, new in zip(self.pool.state(kda_index), (S, conv)):
-                state[pages] = new.to(state.dtype)
-
-    def write_rows(self, mla_index, rows, scale=None):
-        """Stores the latent rows [N, r + p] of all new tokens; scale [r + p]: of an FP8 pool, whose values saturate."""
-        if self.pool is None:
-            return
-        stored = self.pool.rows(mla_index)
-        if stored.dtype == FP8:
-            rows = (rows / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
-            stored = stored.view(torch.uint8)
-        stored[self.slots] = rows
-
-    def read_rows(self, mla_index, seg, rows, scale=None):
-        """The rows that the new tokens attend to [B, L, r + p], as stored, and the mask [B, T, L] or None."""
-        if self.pool is None:
-            return seg.dense(rows), None
-        stored = self.pool.rows(mla_index)
-        if stored.dtype == FP8:
-            return stored.view(torch.uint8)[seg.history].view(FP8).to(rows.dtype) * scale, seg.mask
-        return stored[seg.history], seg.mask
+    def state(self, kda_index, part):
+        """S [pages, h, d, d] and conv [pages, K-1, 3hd] of a KDA layer, and the pages src, dst [B] of a part's sequences."""
+        group = self.pool.group(kda_index)
+        return *self.pool.state(kda_index), part.src[:, group], part.dst[:, group]
 
 
 # ---------------------------------------------------------------- the prefix cache

@@ -16,12 +16,14 @@ Per head, with d = head_dim and a state S [d_k, d_v] in float32 (Kimi Linear rep
 `kda_recurrent` is that recurrence, token by token. `kda_chunked` is the same function for 64 tokens at a time.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from attnres import RMSNorm, no_autocast, wide, wide_dtype
+from attnres import RMSNorm, no_autocast, rms_norm, wide, wide_dtype
 
 CHUNK, BLOCK = 64, 16
 
@@ -117,11 +119,70 @@ def kda_chunked(q, k, v, g, beta, state):
     return torch.cat(out, dim=2)[:, :, :T].transpose(1, 2), state
 
 
-@kernels.op("kda")
 def kda(q, k, v, g, beta, state):
     """Chooses the form: the recurrence for a few tokens, chunks for many. Shapes as `kda_recurrent`."""
     with no_autocast(q):
         return (kda_recurrent if q.shape[1] < BLOCK else kda_chunked)(q, k, v, g, beta, state)
+
+
+class Weights(NamedTuple):
+    """What a KDA layer applies between its projections; all float32."""
+
+    conv: torch.Tensor  # [3 h d, K]
+    A_log: torch.Tensor  # [h]
+    dt_bias: torch.Tensor  # [h d]
+    o_norm: torch.Tensor  # [d]
+    eps: float
+    lower_bound: float | None
+
+
+def kda_mix(qkv, r, b, w, past, state):
+    """B sequences from raw projections: qkv [B, T, 3hd], r [B, T, hd], b [B, T, h], conv past [B, K-1, 3hd], state
+    [B, h, d, d] -> o [B, T, h, d] before its norm, past, state.
+    """
+    y, past = short_conv(qkv, past, w.conv)
+    qk, v = F.silu(y).unflatten(-1, (3, len(w.A_log), -1)).split([2, 1], dim=2)
+    q, k = l2norm(qk).unbind(2)
+    g = log_decay((r + w.dt_bias).unflatten(-1, q.shape[2:]), w.A_log, w.lower_bound)
+    o, state = kda(q * q.shape[-1] ** -0.5, k, v[:, :, 0], g, wide(b).sigmoid(), state)
+    return o, past, state
+
+
+def gated_norm(o, gate, w):
+    """o [..., h, d], gate [..., hd] -> RMSNorm(o) * sigmoid(gate), [..., hd] in gate's dtype."""
+    return (rms_norm(o, w.o_norm, w.eps).flatten(-2) * wide(gate).sigmoid()).to(gate.dtype)
+
+
+@kernels.op("kda_prefill")
+def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
+    """Sequences of any lengths, in the page pool.
+
+    qkv [N, 3hd], gate [N, hd], r [N, hd], b [N, h]: raw projections of the part's rows; S [pages, h, d, d], conv [pages,
+    K-1, 3hd]: the layer's slab; src, dst [B] int64: pages read (a sequence with past 0 starts from zero) and written;
+    part: lengths and places (cache.Part) -> o [N, hd], normalized and gated.
+    """
+    out = torch.empty_like(gate)
+    for first, last, T, rows in part.runs:
+        pages, fresh = src[first:last], part.past[first:last] == 0
+        past, state = conv[pages].masked_fill(fresh[:, None, None], 0), S[pages].masked_fill(fresh[:, None, None, None], 0)
+        x = (t[rows].unflatten(0, (last - first, T)) for t in (qkv, r, b))
+        o, past, state = kda_mix(*x, w, past, state)
+        S[dst[first:last]], conv[dst[first:last]] = state.to(S.dtype), past.to(conv.dtype)
+        out[rows] = gated_norm(o.flatten(0, 1), gate[rows], w)
+    return out
+
+
+@kernels.op("kda_decode")
+def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
+    """One token of each of B sequences, [B] int32 tokens after `past`; the rest as in `kda_prefill`. Rows whose dst is
+    below 0 are padding: their output is anything, and they write nothing.
+    """
+    real = (dst >= 0).nonzero()[:, 0]
+    fresh, pages = past[real] == 0, src[real].clamp(min=0)
+    before, state = conv[pages].masked_fill(fresh[:, None, None], 0), S[pages].masked_fill(fresh[:, None, None, None], 0)
+    o, before, state = kda_mix(qkv[real, None], r[real, None], b[real, None], w, before, state)
+    S[dst[real]], conv[dst[real]] = state.to(S.dtype), before.to(conv.dtype)
+    return torch.zeros_like(gate).index_put((real,), gated_norm(o[:, 0], gate[real], w))
 
 
 class KDA(nn.Module):
@@ -154,21 +215,24 @@ class KDA(nn.Module):
         """x [N, H], the rows of all sequences in `batch` -> [N, H]. Reads and writes their state pages."""
         qkv, gate, f_a, b = self.in_proj(x).split(self.sizes, dim=-1)
         gate = gate if self.full_rank_gate else self.g_b_proj(gate)
-        r = (self.f_b_proj(f_a) + self.dt_bias).unflatten(-1, (self.heads, self.dim))
-        g = log_decay(r, self.A_log[: self.heads], self.lower_bound)
-        beta = wide(b).sigmoid()
+        r, w = self.f_b_proj(f_a), self.weights()
+        if batch.pool is None:
+            rows = (t.unflatten(0, (batch.B, batch.T)) for t in (qkv, r, b))
+            o, _, _ = kda_mix(*rows, w, *self.zero_state(batch.B, qkv))
+            return self.o_proj(gated_norm(o.flatten(0, 1), gate, w).to(x.dtype))
+        o = torch.empty_like(gate)
+        for part in batch.parts:
+            S, conv, src, dst = batch.state(self.index, part)
+            rows = (t[part.rows] for t in (qkv, gate, r, b))
+            if part.decode:
+                o[part.rows] = kda_decode(*rows, w, S, conv, src, dst, part.past)
+            else:
+                o[part.rows] = kda_prefill(*rows, w, S, conv, src, dst, part)
+        return self.o_proj(o)
 
-        out = []
-        for seg in batch.segments:
-            past, state = batch.read_state(self.index, seg) or self.zero_state(seg.B, qkv)
-            y, past = short_conv(seg.dense(qkv), past, self.conv_weight)
-            qk, v = F.silu(y).unflatten(-1, (3, self.heads, self.dim)).split([2, 1], dim=2)
-            q, k = l2norm(qk).unbind(2)
-            o, state = kda(q * self.dim**-0.5, k, v[:, :, 0], seg.dense(g), seg.dense(beta), state)
-            batch.write_state(self.index, seg, past, state)
-            out.append(o.flatten(0, 1))
-        o = self.o_norm(torch.cat(out)).flatten(1) * wide(gate).sigmoid()
-        return self.o_proj(o.to(x.dtype))
+    def weights(self):
+        lower = self.lower_bound
+        return Weights(self.conv_weight, self.A_log[: self.heads], self.dt_bias, self.o_norm.weight, self.o_norm.eps, lower)
 
     def zero_state(self, B, like):
         """What a sequence starts from: conv inputs [B, K-1, 3*h*d] and recurrent state [B, h, d, d], all zero."""

@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from attnres import RMSNorm
+from attnres import RMSNorm, rms_norm, wide
+from cache import FP8, FP8_MAX
 
 ABSORB = 16  # up to this many queries a sequence use the absorbed form
 FP8_SCALES = ("latent_scale", "key_scale")
 LATENT_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm only; every other norm uses rms_norm_eps
 
 
-@kernels.op("mla_prefill")
 def mla_expanded(q, rows, W_kvb, mask, scale):
     """q [B, T, h, n+p], rows [B, L, r+p], W_kvb [h, n+v, r], mask [B, T, L] or None: causal -> [B, T, h, v]."""
     r = W_kvb.shape[-1]
@@ -39,17 +39,98 @@ def mla_expanded(q, rows, W_kvb, mask, scale):
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale).transpose(1, 2)
 
 
-@kernels.op("mla_decode")
+def absorb_query(q, W_kvb, p):
+    """q [..., h, n+p], W_kvb [h, n+v, r] -> [..., h, r+p]: what the rows themselves are scored against."""
+    nope = q.shape[-1] - p
+    return torch.cat([torch.einsum("...hn,hnr->...hr", q[..., :nope], W_kvb[:, :nope]), q[..., nope:]], dim=-1)
+
+
+def absorb_value(o, W_kvb, v):
+    """o [..., h, r]: the attention over latents; W_kvb [h, n+v, r] -> [..., h, v]."""
+    return torch.einsum("...hr,hvr->...hv", o, W_kvb[:, -v:])
+
+
+def gather_rows(stored, part, first, last, T, scale, dtype):
+    """The rows that sequences first..last of a part attend to, as stored: [B, L, r+p]; and what each of their T new tokens
+    sees, [B, T, L] bool. Beyond a sequence's end stands its own first row: no other's row is ever read.
+    """
+    past, P = part.past[first:last], part.page_size
+    position = torch.arange(part.longest, device=past.device)
+    at = part.table[first:last].long()[:, position // P] * P + position % P
+    at = torch.where(position < past[:, None] + T, at, at[:, :1])
+    new = past[:, None] + torch.arange(T, device=past.device)
+    return load_rows(stored, at, scale, dtype), position <= new[..., None]
+
+
+def load_rows(stored, at, scale, dtype):
+    """stored [slots, r+p] at any index; FP8 rows are multiplied by scale [r+p]."""
+    if stored.dtype == FP8:
+        return stored.view(torch.uint8)[at].view(FP8).to(dtype) * scale
+    return stored[at]
+
+
+def attend_rows(q, rows, mask, rank, scale):
+    """q [B, T, h, r+p] absorbed, rows [B, L, r+p], mask [B, T, L] or None -> o [B, T, h, r], log-sum-exp [B, T, h]."""
+    scores = torch.einsum("bthr,blr->bthl", wide(q), wide(rows)) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
+    return torch.einsum("bthl,blr->bthr", scores.softmax(-1).to(q.dtype), rows[..., :rank]), scores.logsumexp(-1)
+
+
 def mla_absorbed(q, rows, W_kvb, mask, scale):
     """Shapes as `mla_expanded`, but mask None means that every query sees every row."""
-    B, T, h, _ = q.shape
-    r = W_kvb.shape[-1]
-    nope = q.shape[-1] - (rows.shape[-1] - r)
-    q = torch.cat([torch.einsum("bthn,hnr->bthr", q[..., :nope], W_kvb[:, :nope]), q[..., nope:]], dim=-1)
-    mask = None if mask is None else mask.repeat_interleave(h, dim=1)[:, None]
-    q, rows = q.reshape(B, 1, T * h, -1), rows[:, None]  # one key head, T*h queries
-    o = F.scaled_dot_product_attention(q, rows, rows[..., :r], mask, scale=scale)
-    return torch.einsum("bthr,hvr->bthv", o.reshape(B, T, h, r), W_kvb[:, nope:])
+    rank = W_kvb.shape[-1]
+    p = rows.shape[-1] - rank
+    o, _ = attend_rows(absorb_query(q, W_kvb, p), rows, mask, rank, scale)
+    return absorb_value(o, W_kvb, W_kvb.shape[1] - (q.shape[-1] - p))
+
+
+@kernels.op("latent_write")
+def latent_write(kv, norm, eps, stored, slots, scale):
+    """kv [N, r+p], raw: norm [r] is applied to its first r values, and the row goes to stored[slots[i]].
+
+    stored [slots, r+p]: one slab; slots [N] int64, below 0: of padding, not written; scale [r+p]: what a row is divided by
+    in an FP8 slab, whose values saturate, else None.
+    """
+    c, k_pe = kv.split([len(norm), kv.shape[-1] - len(norm)], dim=-1)
+    rows = torch.cat([rms_norm(c, norm, eps), k_pe], dim=-1)
+    if stored.dtype == FP8:
+        rows = (rows / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+        stored = stored.view(torch.uint8)
+    real = slots >= 0
+    stored[slots[real]] = rows[real]
+
+
+@kernels.op("mla_decode")
+def mla_decode(q, stored, rank, part, scale, row_scale):
+    """Absorbed attention of T new tokens (the last of their sequences) over the latent rows in the pool.
+
+    q [B, T, h, r+p]: absorbed queries; stored [slots, r+p]: one slab; part: past, table; scale: of the scores; row_scale
+    [r+p]: of FP8 rows, else None -> o [B, T, h, r], log-sum-exp of the scores [B, T, h] float32. In a sequence without
+    pages (padding, table below 0) both are anything.
+    """
+    rows, mask = gather_rows(stored, part, 0, len(q), q.shape[1], row_scale, q.dtype)
+    return attend_rows(q, rows, mask, rank, scale)
+
+
+@kernels.op("mla_prefill")
+def mla_prefill(q, W_kvb, stored, part, scale, row_scale):
+    """Attention of chunks of any lengths, each over its sequence's rows in the pool, its own among them.
+
+    q [N, h, n+p]; W_kvb [h, n+v, r]; the rest as in `mla_decode` -> [N, h, v].
+    """
+    r, p = W_kvb.shape[-1], stored.shape[-1] - W_kvb.shape[-1]
+    v = W_kvb.shape[1] - (q.shape[-1] - p)
+    out = q.new_empty(*q.shape[:2], v)
+    for first, last, T, rows in part.runs:
+        qs = q[rows].unflatten(0, (last - first, T))
+        history, mask = gather_rows(stored, part, first, last, T, row_scale, q.dtype)
+        if T > ABSORB:
+            o = mla_expanded(qs, history, W_kvb, mask, scale)
+        else:
+            o = mla_absorbed(qs, history, W_kvb, mask, scale)
+        out[rows] = o.flatten(0, 1)
+    return out
 
 
 class MLA(nn.Module):
@@ -82,20 +163,31 @@ class MLA(nn.Module):
         if self.q_rank:
             q = self.q_b_proj(self.q_a_layernorm(q))
         q = q.unflatten(-1, (self.heads, self.qk_dim))
-        c, k_pe = kv.split([self.rank, self.pe], dim=-1)
-        rows = torch.cat([self.kv_a_layernorm(c), k_pe], dim=-1)
-        scale = self.row_scale(rows)
-        batch.write_rows(self.index, rows, scale)
-
-        W_kvb = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
-        out = []
-        for seg in batch.segments:
-            history, mask = batch.read_rows(self.index, seg, rows, scale)
-            # mask None: a whole sequence is causal, a lone last token sees everything
-            form = mla_absorbed if seg.T <= ABSORB and not (mask is None and seg.T > 1) else mla_expanded
-            out.append(form(seg.dense(q), history, W_kvb, mask, self.qk_dim**-0.5).flatten(0, 1))
-        o = torch.cat(out).flatten(1)
+        W_kvb, scale = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)), self.qk_dim**-0.5
+        if batch.pool is None:
+            c, k_pe = kv.split([self.rank, self.pe], dim=-1)
+            rows = torch.cat([self.kv_a_layernorm(c), k_pe], dim=-1)
+            q, rows = (x.unflatten(0, (batch.B, batch.T)) for x in (q, rows))
+            o = mla_expanded(q, rows, W_kvb, None, scale).flatten(0, 1)
+        else:
+            o = self.attend_paged(q, kv, W_kvb, scale, batch)
+        o = o.flatten(1)
         return self.o_proj(o * gate.sigmoid() if self.gated else o)
+
+    def attend_paged(self, q, kv, W_kvb, scale, batch):
+        """q [N, h, n+p], kv [N, r+p] raw -> [N, h, v]; the new rows are stored first, and read as stored."""
+        stored = batch.pool.rows(self.index)
+        row_scale = self.row_scale(kv) if stored.dtype == FP8 else None
+        latent_write(kv, self.kv_a_layernorm.weight, LATENT_EPS, stored, batch.slots, row_scale)
+        out = q.new_empty(*q.shape[:2], self.v_dim)
+        for part in batch.parts:
+            if part.decode:
+                absorbed = absorb_query(q[part.rows], W_kvb, self.pe)[:, None]
+                o, _ = mla_decode(absorbed, stored, self.rank, part, scale, row_scale)
+                out[part.rows] = absorb_value(o[:, 0], W_kvb, self.v_dim)
+            else:
+                out[part.rows] = mla_prefill(q[part.rows], W_kvb, stored, part, scale, row_scale)
+        return out
 
     def row_scale(self, rows):
         """What a row is divided by before it is stored in FP8, [r + p]: one number a part."""
