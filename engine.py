@@ -27,9 +27,10 @@ import torch
 from tqdm import tqdm
 
 import kernels as registry
-from cache import FP8, Batch, Chunk, PagePool, PrefixCache, common
+from cache import FP8, Chunk, PagePool, PrefixCache, common
 from model import K3
-from sampling import SamplingParams, logprobs, sample, uniform
+from runner import Runner
+from sampling import SamplingParams, filters, logprobs, sample, uniform
 from tokenizer import Tokenizer
 
 TINY = Path(__file__).resolve().parent / "tiny"  # the model that is run when none is named
@@ -136,7 +137,8 @@ class Engine:
     bfloat16 on a GPU, float32 on a CPU. num_pages: pages of the pool (derived from memory). max_batch: requests that
     run at once. prefill_chunk: prompt tokens read per step, over all requests. prefix_cache: reuse prefixes, resumed
     where `snapshots` says; host_pages: pages of host memory for evicted prefixes. kv_dtype: "fp8" stores latent rows in
-    8 bits. Raises ValueError or OSError in one line.
+    8 bits. kernels: which backend runs each op (kernels/__init__.py). graphs: decode steps as CUDA graphs (default: on a
+    GPU). Raises ValueError or OSError in one line.
     """
 
     def __init__(
@@ -154,8 +156,10 @@ class Engine:
         snapshots=Snapshots(),  # noqa: B008 (frozen)
         host_pages=0,
         kv_dtype=None,
+        graphs=None,
     ):
-        _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, kernels, host_pages, kv_dtype)
+        _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, host_pages, kv_dtype)
+        registry.parse(kernels)
         if isinstance(model, (str, Path)):
             device = _pick_device(device)
             path, dtype = Path(model), dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -170,7 +174,10 @@ class Engine:
         latent = FP8 if kv_dtype == "fp8" else None
         self.pool = PagePool(self.cfg, num_pages or self._fitting_pages(latent), self.dtype, self.device, latent)
         self.cache = PrefixCache(self.pool, host_pages)
-        self.prefix_cache = prefix_cache
+        self.prefix_cache, self.kernels = prefix_cache, kernels
+        if graphs and self.device.type != "cuda":
+            raise ValueError(f"graphs=True needs a GPU, and the model is on {self.device}; leave it out")
+        self.runner = Runner(model, self.pool, self.device.type == "cuda" if graphs is None else graphs)
         self.waiting, self.running, self._done = deque(), [], []  # running: in order of arrival
         self._next_rid = self.preemptions = self.faults = 0
         self._eos = self.cfg.eos_ids
@@ -310,42 +317,50 @@ class Engine:
     @torch.inference_mode()
     def _advance(self):
         """Runs one batch; returns the Outputs that grew."""
-        counts = registry.counts.copy()
-        self._admit()
-        ready = [r for r in self.running if r.computed == r.length]  # resumed at their last token: nothing to run
-        started = time.perf_counter()
-        plan = self._plan()
-        if plan:
-            for (request, chunk), h in zip(plan, self._run(plan)):
-                request.computed, request.hidden = chunk.past + chunk.tokens, h
-                if chunk.dst is not chunk.src:
-                    self.pool.drop(chunk.src)
-                    request.state, request.shared = chunk.dst, False
-            for request, _ in plan:  # when all are up to date: Ctrl-C may come while the host waits for the GPU
-                if request.computed <= request.out.prompt_tokens:
-                    self._snapshot(request)
-        ends = ready + [r for r, _ in plan if r.computed == r.length]
-        if ends:
-            self._sample(ends, self.model.logits(torch.stack([r.hidden for r in ends])))
-        if plan:
-            self._count(plan, time.perf_counter() - started)
-        self._ran += registry.counts - counts
+        with registry.use(self.kernels):
+            counts = registry.counts.copy()
+            self._admit()
+            ready = [r for r in self.running if r.computed == r.length]  # resumed at their last token: nothing to run
+            started = time.perf_counter()
+            plan = self._plan()
+            sampled = self._run(plan) if plan else None
+            ends = ready + [r for r, _ in plan if r.computed == r.length]
+            if ends:
+                self._append(ends, *(sampled or self._sample(ends)))
+            if plan:
+                self._count(plan, time.perf_counter() - started)
+            self._ran += registry.counts - counts
         return [r.out for r in ends]
 
     def _run(self, plan):
-        """The model over one batch -> hidden [R, H] of each request's last token. If it raises, states have moved."""
+        """The model over one batch; if it raises, states have moved. Returns what `_sample` does if that is done too."""
+        requests, chunks = zip(*plan)
         try:
             ids = np.concatenate([r.buffer[c.past : c.past + c.tokens] for r, c in plan]).astype(np.int64)
-            last = np.cumsum([c.tokens for _, c in plan]) - 1
-            batch = Batch.paged(self.pool, [c for _, c in plan])
-            hidden = self.model.hidden(torch.from_numpy(ids).to(self.device), batch)
-            return hidden[torch.from_numpy(last).to(self.device)]
+            sampled = self._decode(requests, chunks, ids)
+            hidden = sampled[0] if sampled else self.runner.run(chunks, ids)
         except BaseException:  # Ctrl-C too: these requests start again from what the cache has, or from nothing
             for request, chunk in sorted(plan, key=lambda item: -item[0].out.rid):
                 if chunk.dst is not chunk.src:
                     self.pool.drop(chunk.dst)
                 self._put_back(request)
             raise
+        for request, chunk, h in zip(requests, chunks, hidden):
+            request.computed, request.hidden = chunk.past + chunk.tokens, h
+            if chunk.dst is not chunk.src:
+                self.pool.drop(chunk.src)
+                request.state, request.shared = chunk.dst, False
+        for request in requests:  # when all are up to date: Ctrl-C may come while the host waits for the GPU
+            if request.computed <= request.out.prompt_tokens:
+                self._snapshot(request)
+        return sampled and sampled[1:]
+
+    def _decode(self, requests, chunks, ids):
+        """A step in which each running request gets its next token, as a CUDA graph; else None."""
+        if len(requests) < len(self.running) or any(r.length - c.past > 1 for r, c in zip(requests, chunks)):
+            return None
+        rows = [filters(r.params, self._draw(r), self.cfg.vocab_size) for r in requests]
+        return self.runner.decode(chunks, ids, rows)
 
     def _admit(self):
         """First come, first served: takes pages for the whole prompt, resuming from what the cache has."""
@@ -512,12 +527,17 @@ class Engine:
         self.running.remove(request)
         return freed
 
-    def _sample(self, requests, logits):
-        """Appends a token to each request from its row of logits [R, V], and finishes those that end."""
-        lowest, highest = logits.aminmax(dim=-1)  # a NaN anywhere is both
-        finite = (lowest.isfinite() & highest.isfinite()).tolist()
-        draws = [uniform(r.seed, len(r.out.token_ids)) if r.params.temperature else 0.5 for r in requests]
-        tokens = sample(logits if all(finite) else logits.nan_to_num(), [r.params for r in requests], draws).tolist()
+    def _sample(self, requests):
+        """-> logits [R, V], ids [R], finite [R] of the next token of each request."""
+        logits = self.model.logits(torch.stack([r.hidden for r in requests]))
+        return logits, *sample(logits, [r.params for r in requests], [self._draw(r) for r in requests])
+
+    def _draw(self, request):
+        return uniform(request.seed, len(request.out.token_ids)) if request.params.temperature else 0.5
+
+    def _append(self, requests, logits, tokens, finite):
+        """Appends to each request its token, and finishes those that end."""
+        tokens, finite = torch.stack([tokens, finite.to(tokens.dtype)]).tolist()  # the host waits for the GPU here, once
         for i, (request, good, token) in enumerate(zip(requests, finite, tokens)):
             if not good:
                 self.faults += 1
@@ -584,12 +604,12 @@ class Engine:
         stats |= {"faults": self.faults, "running": len(self.running), "waiting": len(self.waiting)}
         for kind in ("prompt", "decode"):
             stats |= {f"{kind}_tokens": self._tokens[kind], f"{kind}_tokens_per_s": self._rate(kind)}
-        return stats | {
+        return stats | self.runner.stats | {
             "backends": {name: f"{backend} x{calls}" for (name, backend), calls in sorted(self._ran.items())}
         }
 
 
-def _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, backend, host_pages, kv_dtype):
+def _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, host_pages, kv_dtype):
     for name, value in (("num_pages", num_pages), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
         if not (value is None and name == "num_pages") and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} is {value!r}; it must be at least 1")
@@ -599,7 +619,6 @@ def _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, backend, h
         raise ValueError(f"host_pages is {host_pages}; it must be 0 or more")
     if kv_dtype not in (None, "fp8"):
         raise ValueError(f"kv_dtype is {kv_dtype!r}; None (the model's dtype) and 'fp8' are supported")
-    registry.check(backend)
 
 
 def _pick_device(device):

@@ -87,22 +87,42 @@ def distribution(logits, temperature, top_k, top_p, min_p):
     return probs / probs.sum(-1, keepdim=True), ids
 
 
+FILTERS = ("temperature", "top_k", "top_p", "min_p", "u")  # what a draw depends on; u: `uniform`
+
+
+def filters(params, u, vocab_size):
+    """FILTERS of one request, as numbers."""
+    return params.temperature, min(params.top_k or vocab_size, vocab_size), params.top_p, params.min_p, u
+
+
+def draw(logits, filters=None):
+    """logits [R, V] float32; filters: FILTERS -> tensor [R] float64, None: all greedy -> ids [R] int64, finite [R] bool.
+
+    temperature 0 takes the likeliest. A row that is not finite gives some id, and False.
+    """
+    lowest, highest = logits.aminmax(dim=-1)  # a NaN anywhere is both
+    finite = lowest.isfinite() & highest.isfinite()
+    logits = logits.masked_fill(~finite[:, None], 0)
+    likeliest = logits.argmax(-1)
+    if filters is None:
+        return likeliest, finite
+    temperature, *others, u = (filters[name] for name in FILTERS)
+    greedy = temperature == 0
+    probs, ids = distribution(logits, temperature.masked_fill(greedy, 1), *others)
+    last = (probs > 0).sum(-1, keepdim=True) - 1  # rounding must not step past the kept tokens
+    at = torch.searchsorted(probs.cumsum(-1), u[:, None].contiguous(), right=True).minimum(last)
+    return torch.where(greedy, likeliest, ids.gather(-1, at)[:, 0]), finite
+
+
 def sample(logits, params, draws):
-    """logits [R, V] float32, finite; R SamplingParams; R draws of `uniform` -> one id per row [R] int64."""
-    chosen = logits.argmax(-1)
-    rows = [i for i, p in enumerate(params) if p.temperature > 0]
+    """logits [R, V] float32; R SamplingParams; R draws of `uniform` -> ids [R] int64, finite [R] bool, as `draw`."""
+    ids, finite = draw(logits)
+    rows = [i for i, p in enumerate(params) if p.temperature > 0]  # only these are sorted
     if rows:
-        V = logits.shape[-1]
-        columns = [
-            (params[i].temperature, min(params[i].top_k or V, V), params[i].top_p, params[i].min_p, draws[i])
-            for i in rows
-        ]
-        *filters, u = torch.tensor(columns, dtype=torch.float64, device=logits.device).unbind(1)
-        probs, ids = distribution(logits[rows], *filters)
-        last = (probs > 0).sum(-1, keepdim=True) - 1  # rounding must not step past the kept tokens
-        at = torch.searchsorted(probs.cumsum(-1), u[:, None].contiguous(), right=True).minimum(last)
-        chosen[rows] = ids.gather(-1, at)[:, 0]
-    return chosen
+        columns = zip(*(filters(params[i], draws[i], logits.shape[-1]) for i in rows))
+        tensors = torch.tensor(list(columns), dtype=torch.float64, device=logits.device)
+        ids[rows] = draw(logits[rows], dict(zip(FILTERS, tensors)))[0]
+    return ids, finite
 
 
 def logprobs(logits, chosen, count):

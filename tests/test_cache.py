@@ -2,16 +2,17 @@
 
 import itertools
 from collections import Counter
-from dataclasses import astuple
 
 import numpy as np
 import pytest
 import torch
-from helpers import CASES, case, tiny_config
+from helpers import CASES, case, perturb, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import Batch, Chunk, PagePool, page_size, state_bytes
+from kda import KDA
+from mla import gather_rows
 from model import K3Config
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -165,43 +166,57 @@ def test_a_batch_points_at_its_own_rows(sizes):
     assert batch.slots.tolist() == [r for c, own in zip(chunks, rows) for r in own[c.past :]]
 
     todo, start = list(zip(chunks, rows)), 0
-    for seg in batch.segments:
-        mine, todo = todo[: seg.B], todo[seg.B :]
-        assert seg.rows == slice(start, start := start + seg.B * seg.T)
-        assert seg.src.tolist() == [c.src.tolist() for c, _ in mine]
-        assert seg.dst.tolist() == [c.dst.tolist() for c, _ in mine]
-        assert seg.fresh == any(c.past == 0 for c, _ in mine) and seg.past.tolist() == [c.past for c, _ in mine]
-        for b, (c, own) in enumerate(mine):
-            seen, beyond = seg.history[b].tolist()[: len(own)], seg.history[b].tolist()[len(own) :]
-            assert c.tokens == seg.T and seen == own
-            assert set(beyond) <= {own[0]}, "rows of nobody, which may hold a NaN, are read"
-            if seg.mask is not None:
-                sees = [[j <= c.past + t for j in range(seg.history.shape[1])] for t in range(seg.T)]
-                assert seg.mask[b].tolist() == sees
-            else:  # plain causal over a whole sequence, or one token that sees all
-                assert not beyond and (c.past == 0 or c.tokens == 1)
+    for part in batch.parts:
+        mine, todo = todo[: len(part.lengths)], todo[len(part.lengths) :]
+        assert part.rows == slice(start, start := start + sum(part.lengths))
+        assert part.lengths == [c.tokens for c, _ in mine] and part.past.tolist() == [c.past for c, _ in mine]
+        assert part.src.tolist() == [c.src.tolist() for c, _ in mine]
+        assert part.dst.tolist() == [c.dst.tolist() for c, _ in mine]
+        slab = torch.arange(64 * P)[:, None]  # each row holds its own number
+        for first, last, T, _ in part.runs:
+            seen, mask = gather_rows(slab, part, first, last, T, None, torch.int64)
+            for b, (c, own) in enumerate(mine[first:last]):
+                assert c.tokens == T and seen[b, : len(own), 0].tolist() == own
+                assert set(seen[b, len(own) :, 0].tolist()) <= {own[0]}, "rows of nobody, which may hold a NaN, are read"
+                assert mask[b].tolist() == [[j <= c.past + t for j in range(seen.shape[1])] for t in range(T)]
     assert not todo
 
 
-def test_equal_neighbours_are_one_dense_problem():
+def test_decode_rows_come_first_and_equal_neighbours_run_together():
     pool, state = PagePool(TINY, 8), np.array([7, 6])
     chunks = [Chunk(n, 5, np.array([0]), state, state) for n in (1, 1, 1, 2, 2, 9)]
-    segments = Batch.paged(pool, chunks).segments
-    assert [(seg.B, seg.T) for seg in segments] == [(3, 1), (2, 2), (1, 9)]
-    x = torch.arange(16.0)[:, None].expand(16, 4)
-    assert segments[1].dense(x)[..., 0].tolist() == [[3, 4], [5, 6]]
-    assert astuple(Batch.whole(2, 3).segments[0])[:3] == (slice(0, 6), 2, 3)
+    decode, prompt = Batch.paged(pool, chunks).parts
+    assert decode.decode and decode.rows == slice(0, 3) and decode.runs == [(0, 3, 1, slice(0, 3))]
+    assert not prompt.decode and prompt.rows == slice(3, 16)
+    assert prompt.runs == [(0, 2, 2, slice(0, 4)), (2, 3, 9, slice(4, 13))]
+    assert prompt.starts.tolist() == [0, 2, 4, 13]
+
+
+def test_pieces_of_one_text_wait_for_each_other():
+    """A piece that follows reads the state that the one before it writes, also where either is a single token."""
+    pool, old, a, b = PagePool(TINY, 8), *np.arange(6).reshape(3, 2)
+    chunks = [Chunk(1, 0, old, a, a), Chunk(1, 5, old, old, a), Chunk(1, 6, old, a, b, True), Chunk(1, 7, old, b, b, True)]
+    decode, prompt = Batch.paged(pool, chunks).parts
+    assert decode.lengths == [1] and prompt.lengths == [1, 1, 1] and not prompt.decode
+    assert prompt.runs == [(i, i + 1, 1, slice(i, i + 1)) for i in range(3)]
+    table, chains = Batch.paged(pool, [*chunks, Chunk(70, 0, old, a, a)]).parts[1].chunks(64)
+    assert table.tolist() == [[0, 1, 0, 1], [1, 1, 1, 1], [2, 1, 2, 1], [3, 64, 3, 0], [67, 6, 3, 1]]
+    assert chains.tolist() == [0, 3, 5]
 
 
 def test_state_moves_from_src_to_dst():
     """The page that is read stays as it was; a sequence without a past reads zeros, whatever lies in its page."""
-    pool = PagePool(TINY, 8)
-    pool.slabs.fill_(255)
+    cfg = tiny_config()
+    pool, layer = PagePool(cfg, 8), perturb(KDA(cfg, 0))
+    pool.slabs.fill_(255)  # NaN
     S, conv = pool.state(0)
-    S[2], conv[2] = 1.5, 2.5
-    old, src, new = np.array([0]), np.array([2, 3]), np.array([4, 5])
-    batch = Batch.paged(pool, [Chunk(1, 7, old, src, new), Chunk(1, 0, old, new, new)])
-    past, state = batch.read_state(0, batch.segments[0])
-    assert (state[0] == 1.5).all() and (past[0] == 2.5).all() and (state[1] == 0).all() and (past[1] == 0).all()
-    batch.write_state(0, batch.segments[0], past[:1] + 1, state[:1] + 1)
-    assert (S[2] == 1.5).all() and (conv[2] == 2.5).all() and (S[4] == 2.5).all() and (conv[4] == 3.5).all()
+    S[2], conv[2] = 0.5, 0.25
+    src, dst = np.array([[2], [3]]), np.array([[4], [5]])
+    x = torch.randn(2, cfg.hidden_size)
+    chunks = [Chunk(1, past, np.array([0]), *pages) for past, *pages in zip((7, 0), src, dst)]
+    with torch.no_grad():
+        out = layer(x, Batch.paged(pool, chunks))
+        fresh = layer(x[1:], Batch.whole(1, 1))
+    assert (S[2] == 0.5).all() and (conv[2] == 0.25).all() and S[3].isnan().all()
+    assert (conv[4, :2] == 0.25).all() and not conv[4].isnan().any() and not S[4].isnan().any()
+    assert (conv[5, :2] == 0).all() and torch.allclose(out[1], fresh[0], atol=1e-6)

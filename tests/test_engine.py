@@ -745,7 +745,7 @@ def test_a_seed_decides_alone_in_company_and_in_chunks():
     assert answers[0] == answers[1] == answers[2]
     with torch.inference_mode():
         rows = case("micro")[0](torch.tensor([ids + answers[0]]))[0, 29:-1]
-    assert answers[0] == sample(rows, [SAMPLED] * 12, [uniform(42, i) for i in range(12)]).tolist()
+    assert answers[0] == sample(rows, [SAMPLED] * 12, [uniform(42, i) for i in range(12)])[0].tolist()
     assert answers[0] != rows.argmax(-1).tolist()
 
 
@@ -786,8 +786,9 @@ def test_stats_count_what_ran():
     stats = eng.stats
     cfg = eng.cfg
     kda, mla, moe = len(cfg.kda_layers), len(cfg.mla_layers), sum(map(cfg.is_moe, range(cfg.num_hidden_layers)))
-    calls = {"attnres": 2 * 9 * 5, "experts": moe * 5, "router": moe * 5, "kda": kda * (2 + 4)}
-    calls |= {"mla_prefill": mla * 2, "mla_decode": mla * 4}  # two prompts of unequal length are two segments
+    calls = {"attnres": 2 * 9 * 5, "experts": moe * 5, "router": moe * 5}
+    calls |= {"kda_prefill": kda, "kda_decode": kda * 4, "mla_prefill": mla, "mla_decode": mla * 4}
+    calls |= {"latent_write": mla * 5}
     assert stats["backends"] == {op: f"torch x{n}" for op, n in calls.items()}
     assert (stats["prompt_tokens"], stats["decode_tokens"]) == (53, 8)
     assert stats["prompt_tokens_per_s"] > 0 and stats["decode_tokens_per_s"] > 0

@@ -1,10 +1,11 @@
 """MLA: its two forms against plain attention in float64, and the whole module against the formulas of the spec."""
 
+import numpy as np
 import pytest
 import torch
 from helpers import norm64, perturb, published64, rel, tiny_config
 
-from cache import Batch
+from cache import Batch, Chunk, PagePool
 from mla import MLA, mla_absorbed, mla_expanded
 
 SIZES = dict(h=3, n=16, p=8, r=24, v=12)
@@ -85,26 +86,28 @@ def formula(x, W, cfg, q_eps=1e-6, kv_eps=1e-6):
     return (o * gate) @ W["o_proj.weight"].T
 
 
-class Masked(Batch):
-    """Whole sequences whose mask is given as a tensor: with few tokens the module then takes the absorbed form."""
+def paged(cfg, dtype, B, T):
+    """A batch of B prompts of T tokens in a pool full of NaN."""
+    pool = PagePool(cfg, 8, dtype)
+    pool.slabs.fill_(0xFF)
+    state = np.zeros(pool.groups, dtype=np.int64)
+    return Batch.paged(pool, [Chunk(T, 0, np.array([3 - b]), state, state) for b in range(B)])
 
-    def read_rows(self, mla_index, seg, rows, scale):
-        return seg.dense(rows), causal(seg.B, seg.T, seg.T)
 
-
-@pytest.mark.parametrize("batch", [Batch, Masked])
+@pytest.mark.parametrize("pool", [True, False])
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("q_rank", [20, None])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("T", [1, 9, 40])
-def test_module(batch, dtype, limit, q_rank, gated, T):
+def test_module(pool, dtype, limit, q_rank, gated, T):
     cfg = tiny_config(q_lora_rank=q_rank, kv_lora_rank=25, mla_use_output_gate=gated, rms_norm_eps=1e-2)
     torch.manual_seed(0)
     module = perturb(MLA(cfg, 0)).to(dtype)
     assert any(name.startswith("q_a_") for name in module.published()) == bool(q_rank)
     assert ("g_proj.weight" in module.published()) == gated
     x = torch.randn(2, T, cfg.hidden_size, dtype=dtype)
-    got = module(x.flatten(0, 1), batch.whole(2, T)).unflatten(0, (2, T))
+    batch = paged(cfg, dtype, 2, T) if pool else Batch.whole(2, T)
+    got = module(x.flatten(0, 1), batch).unflatten(0, (2, T))
     for row, row_in in zip(got, x.double()):
         assert rel(row, formula(row_in, published64(module), cfg)) < limit
 

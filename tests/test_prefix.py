@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cache import PrefixCache
 from engine import Engine, SamplingParams, Snapshots
+from mla import latent_write
 
 P = 128  # page size of all reference cases
 ALL = Snapshots(every=50, branch=1)
@@ -360,14 +361,11 @@ def test_fp8_rows_saturate_and_stay_close():
         engine.pool.latent_dtype == torch.float8_e4m3fn
         and engine.pool.page_size >= Engine(model, num_pages=9).pool.page_size
     )
-    rows = torch.tensor([[1e6, -1e6, 0.3, 448.0] + [1.0] * 44])
-    from cache import Batch, Chunk
-
-    pages = np.array([3])
-    batch = Batch.paged(engine.pool, [Chunk(1, 0, pages, pages, pages)])
-    batch.write_rows(0, rows, torch.ones(48))
-    back, _ = batch.read_rows(0, batch.segments[0], rows, torch.ones(48))
-    assert back[0, 0, :4].tolist() == [448.0, -448.0, 0.3125, 448.0]
+    stored = engine.pool.rows(0)
+    rank, width = engine.cfg.kv_lora_rank, stored.shape[1]
+    kv = torch.tensor([[1.0] * rank + [1e6, -1e6, 0.3, 448.0] + [1.0] * (width - rank - 4)])
+    latent_write(kv, torch.ones(rank), 1e-6, stored, torch.tensor([7]), torch.ones(width))
+    assert stored[7].float()[rank : rank + 4].tolist() == [448.0, -448.0, 0.3125, 448.0]
     out, exact = (
         engine.generate([text(1, 90)], SamplingParams(max_tokens=1, logprobs=20))[0],
         alone("micro", tuple(text(1, 90)), 1),

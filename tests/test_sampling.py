@@ -101,7 +101,7 @@ def test_extreme_temperatures(temperature):
     """Very cold is greedy, very hot is even; neither is a NaN."""
     params = SamplingParams(temperature=temperature)
     logits = torch.tensor([[1.0, 5.0, -3.0, 4.0]])
-    got = [sample(logits, [params], [u]).item() for u in (0.1, 0.3, 0.6, 0.9)]
+    got = [sample(logits, [params], [u])[0].item() for u in (0.1, 0.3, 0.6, 0.9)]
     assert got == [1, 1, 1, 1] if temperature < 1 else sorted(got) == [0, 1, 2, 3]
 
 
@@ -115,7 +115,7 @@ def test_frequencies(filters):
     n = 8000
     params = SamplingParams(**{"temperature": 1.0, **filters})
     draws = [uniform(12345, i) for i in range(n)]
-    counts = Counter(sample(torch.tensor(LOGITS).expand(n, -1), [params] * n, draws).tolist())
+    counts = Counter(sample(torch.tensor(LOGITS).expand(n, -1), [params] * n, draws)[0].tolist())
     expected = {i: n * p for i, p in brute(LOGITS, **filters)[0]}
     assert counts.keys() <= expected.keys(), "a token that was cut was drawn"
     statistic, limit = chi_square(counts, expected)
@@ -132,15 +132,15 @@ def test_a_draw_is_where_the_cumulative_distribution_passes_it(u, top_k, top_p, 
     passed = list(itertools.accumulate(p for _, p in kept))
     assume(all(abs(c) > 1e-9 for c in cuts) and all(abs(u - p) > 1e-9 for p in passed[:-1]))
     wanted = next((i for (i, _), p in zip(kept, passed) if p > u), kept[-1][0])
-    assert sample(torch.tensor([LOGITS]), [SamplingParams(**filters)], [u]).item() == wanted
+    assert sample(torch.tensor([LOGITS]), [SamplingParams(**filters)], [u])[0].item() == wanted
 
 
 def test_temperature_0_is_argmax_and_rows_do_not_touch():
     logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
     params = [SamplingParams(temperature=i % 4 * 0.5, top_k=i % 3 * 5, top_p=1 - i % 5 / 10) for i in range(40)]
     draws = [uniform(i, 0) for i in range(40)]
-    together = sample(logits, params, draws)
-    alone = torch.cat([sample(logits[i : i + 1], params[i : i + 1], draws[i : i + 1]) for i in range(40)])
+    together = sample(logits, params, draws)[0]
+    alone = torch.cat([sample(logits[i : i + 1], params[i : i + 1], draws[i : i + 1])[0] for i in range(40)])
     assert torch.equal(together, alone)
     assert torch.equal(together[::4], logits.argmax(-1)[::4])
     assert not torch.equal(together, logits.argmax(-1))
@@ -160,7 +160,7 @@ def test_sampling_warns_of_nothing():
 def test_top_k_1_is_greedy():
     logits = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
     params, draws = SamplingParams(temperature=5.0, top_k=1), [uniform(3, i) for i in range(20)]
-    assert torch.equal(sample(logits, [params] * 20, draws), logits.argmax(-1))
+    assert torch.equal(sample(logits, [params] * 20, draws)[0], logits.argmax(-1))
 
 
 @pytest.mark.parametrize(
