@@ -189,8 +189,8 @@ class Part:
 
     @cached_property
     def runs(self):
-        """[(first, last + 1, T, rows)]: neighbours that bring T tokens each and do not wait for each other; rows: theirs
-        in the part.
+        """[(first, last + 1, T, rows)]: neighbours that bring T tokens each and do not wait for each other; rows:
+        theirs in the part.
         """
         runs, first, row = [], 0, 0
         for i in range(1, len(self.lengths) + 1):
@@ -206,8 +206,8 @@ class Part:
         return self._upload(np.cumsum([0, *self.lengths]))
 
     def chunks(self, size):
-        """The sequences cut into chunks of at most `size` rows -> table [C, 4] int32 (first row, rows, sequence, whether it
-        is the sequence's last), chains [n + 1] int32: the first chunk of each text; pieces that follow belong to one.
+        """The sequences cut into chunks of at most `size` rows -> table [C, 4] int32 (first row, rows, sequence, whether
+        it is its last), chains [n + 1] int32: the first chunk of each text; pieces that follow each other are one text.
         """
         if size not in self._chunks:
             table, chains, row = [], [], 0
@@ -230,8 +230,8 @@ class Part:
 class Batch:
     """Sequences that run together, their rows one after another: first those that bring one token, then the others.
 
-    parts: their places in the pool; slots [N] int64: the row of a slab where each new token's latent row goes. Without a
-    pool: B whole sequences of T tokens, the differentiable path.
+    parts: their places in the pool; slots [N] int64: the row of a slab where each new token's latent row goes. Without
+    a pool: B whole sequences of T tokens, the differentiable path.
     """
 
     def __init__(self, pool, parts, slots):
@@ -273,7 +273,7 @@ class Batch:
         return cls(pool, parts, slots)
 
     def state(self, kda_index, part):
-        """S [pages, h, d, d] and conv [pages, K-1, 3hd] of a KDA layer, and the pages src, dst [B] of a part's sequences."""
+        """S [pages, h, d, d] and conv [pages, K-1, 3hd] of a KDA layer; pages src, dst [B] of a part's sequences."""
         group = self.pool.group(kda_index)
         return *self.pool.state(kda_index), part.src[:, group], part.dst[:, group]
 

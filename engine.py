@@ -137,8 +137,8 @@ class Engine:
     bfloat16 on a GPU, float32 on a CPU. num_pages: pages of the pool (derived from memory). max_batch: requests that
     run at once. prefill_chunk: prompt tokens read per step, over all requests. prefix_cache: reuse prefixes, resumed
     where `snapshots` says; host_pages: pages of host memory for evicted prefixes. kv_dtype: "fp8" stores latent rows in
-    8 bits. kernels: which backend runs each op (kernels/__init__.py). graphs: decode steps as CUDA graphs (default: on a
-    GPU). Raises ValueError or OSError in one line.
+    8 bits. kernels: which backend runs each op (kernels/__init__.py). graphs: decode steps as CUDA graphs (default: on
+    a GPU). Raises ValueError or OSError in one line.
     """
 
     def __init__(
@@ -159,7 +159,8 @@ class Engine:
         graphs=None,
     ):
         _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, host_pages, kv_dtype)
-        registry.parse(kernels)
+        with registry.use(kernels):
+            pass  # it exists
         if isinstance(model, (str, Path)):
             device = _pick_device(device)
             path, dtype = Path(model), dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -333,7 +334,7 @@ class Engine:
         return [r.out for r in ends]
 
     def _run(self, plan):
-        """The model over one batch; if it raises, states have moved. Returns what `_sample` does if that is done too."""
+        """The model over one batch; if it raises, states have moved. Returns what `_sample` would, if that is done too."""
         requests, chunks = zip(*plan)
         try:
             ids = np.concatenate([r.buffer[c.past : c.past + c.tokens] for r, c in plan]).astype(np.int64)
@@ -537,7 +538,7 @@ class Engine:
 
     def _append(self, requests, logits, tokens, finite):
         """Appends to each request its token, and finishes those that end."""
-        tokens, finite = torch.stack([tokens, finite.to(tokens.dtype)]).tolist()  # the host waits for the GPU here, once
+        tokens, finite = torch.stack([tokens, finite.to(tokens.dtype)]).tolist()  # here the host waits for the GPU
         for i, (request, good, token) in enumerate(zip(requests, finite, tokens)):
             if not good:
                 self.faults += 1
@@ -604,9 +605,10 @@ class Engine:
         stats |= {"faults": self.faults, "running": len(self.running), "waiting": len(self.waiting)}
         for kind in ("prompt", "decode"):
             stats |= {f"{kind}_tokens": self._tokens[kind], f"{kind}_tokens_per_s": self._rate(kind)}
-        return stats | self.runner.stats | {
-            "backends": {name: f"{backend} x{calls}" for (name, backend), calls in sorted(self._ran.items())}
-        }
+        backends = {}
+        for (name, backend), calls in sorted(self._ran.items()):
+            backends[name] = " + ".join([*filter(None, [backends.get(name)]), f"{backend} x{calls}"])
+        return stats | self.runner.stats | {"backends": backends}
 
 
 def _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, host_pages, kv_dtype):

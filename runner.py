@@ -13,7 +13,7 @@ import kernels
 from cache import Batch, Part
 from sampling import FILTERS, draw
 
-SYNC_FREE = ("kda_decode", "latent_write", "mla_decode", "experts", "router")  # not so in PyTorch: its shapes depend on data
+SYNC_FREE = ("kda_decode", "latent_write", "mla_decode", "experts", "router")  # in PyTorch shapes depend on data
 
 
 def bucket(n):
@@ -27,7 +27,8 @@ class Graph:
     def __init__(self, model, pool, B, W, sampled, memory):
         self.pool, self.B, self.W = pool, B, W
         groups = max(pool.groups, 1)
-        self.sizes = {"ids": 1, "past": 1, "slots": 1, "src": groups, "dst": groups, "table": W, **dict.fromkeys(FILTERS, 1)}
+        self.sizes = {"ids": 1, "past": 1, "slots": 1, "src": groups, "dst": groups, "table": W}
+        self.sizes |= dict.fromkeys(FILTERS, 1)
         length = B * sum(self.sizes.values())
         self.host = torch.empty(length, dtype=torch.int64, pin_memory=True)
         self.inputs = torch.empty(length, dtype=torch.int64, device=pool.slabs.device)
@@ -109,16 +110,17 @@ class Runner:
         return hidden[torch.from_numpy(last).to(device)]
 
     def decode(self, chunks, ids, filters):
-        """One token of each chunk as one graph -> hidden [R, H], logits [R, V], tokens [R], finite [R] (`sampling.draw`);
-        None where it cannot be captured. filters: a row of `sampling.FILTERS` for each chunk.
+        """One token of each chunk as one graph -> hidden [R, H], logits [R, V], tokens [R], finite [R]
+        (`sampling.draw`); None where it cannot be captured. filters: a row of `sampling.FILTERS` for each chunk.
         """
         if self.eager is not None:
             return None
         W = max(c.past // self.pool.page_size + 1 for c in chunks)
-        key = bucket(len(chunks)), 1 << (W - 1).bit_length(), any(row[0] for row in filters)
-        if (*key, kernels.current()) not in self.graphs:
-            self.graphs[*key, kernels.current()] = self.capture(*key)
-        graph = self.graphs[*key, kernels.current()]
+        shape = bucket(len(chunks)), 1 << (W - 1).bit_length(), any(row[0] for row in filters)
+        key = shape, kernels.current()
+        if key not in self.graphs:
+            self.graphs[key] = self.capture(*shape)
+        graph = self.graphs[key]
         if isinstance(graph, str):
             return None
         self.replays += 1
@@ -138,4 +140,5 @@ class Runner:
     def stats(self):
         reasons = {graph for graph in self.graphs.values() if isinstance(graph, str)}
         captured = sum(isinstance(graph, Graph) for graph in self.graphs.values())
-        return {"graphs": captured, "graph_replays": self.replays, "graphs_off": "; ".join(sorted(reasons)) or self.eager}
+        off = "; ".join(sorted(reasons)) or self.eager
+        return {"graphs": captured, "graph_replays": self.replays, "graphs_off": off}

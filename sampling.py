@@ -96,7 +96,7 @@ def filters(params, u, vocab_size):
 
 
 def draw(logits, filters=None):
-    """logits [R, V] float32; filters: FILTERS -> tensor [R] float64, None: all greedy -> ids [R] int64, finite [R] bool.
+    """logits [R, V] float32; filters: FILTERS -> tensor [R] float64, or None: all greedy -> ids [R] int64, finite [R].
 
     temperature 0 takes the likeliest. A row that is not finite gives some id, and False.
     """

@@ -1,15 +1,16 @@
 """The registry of operators: which implementation of each op runs, and a count of what really ran.
 
-An op is declared where its PyTorch path is written, `@kernels.op("kda_decode")`; that function is the truth. The files of
-this folder implement it for other backends, `@kernels.implement("kda_decode", "triton", why_not)`: Triton kernels, and
-vendor libraries where they have the op. An op is chosen call by call:
+An op is declared where its PyTorch path is written, `@kernels.op("kda_decode")`; that function is the truth. The files
+of this folder implement it for other backends, `@kernels.implement("kda_decode", "triton", why_not)`: Triton kernels,
+and vendor libraries where they have the op. The backend is chosen call by call:
 
     auto                          on a GPU the first implementation that takes these shapes, PyTorch on a CPU
     Engine(kernels=...)           "torch", "triton", or op by op: "kda_decode=triton,experts=torch"
     K3_KERNELS=...                the same, from the environment
     with kernels.use(...):        the same, and functions: use(kda_decode=my_function)
 
-A backend that is asked for by name and cannot run is an error. Where autograd records, PyTorch runs.
+A choice for one op is stronger than a choice for all; the innermost wins. What is asked for and cannot run is an error.
+Where autograd records, auto is PyTorch.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ _stack = []  # what `use` has put on: op, or "*" for all -> backend or function
 
 
 def op(name):
-    """Declares the decorated function as the PyTorch path of the op `name`; its first argument is a tensor or a list."""
+    """Declares the decorated function as the PyTorch path of the op `name`; its first argument has the tensors."""
 
     def declare(torch_path):
         implementations = _ops.setdefault(name, {})
@@ -41,7 +42,6 @@ def op(name):
             counts[name, backend] += 1
             return function(*args, **kwargs)
 
-        call.torch_path = torch_path
         return call
 
     return declare
@@ -65,22 +65,20 @@ def use(everything=None, /, **choices):
     """Within it the named ops run the given backend or function; `everything`: a string as in K3_KERNELS."""
     for name, choice in choices.items():
         _known(name, "auto" if callable(choice) else choice)
-    chosen = parse(everything) | choices
-    _stack.append(chosen)
+    _stack.append(_parse(everything) | choices)
     try:
         yield
     finally:
         _stack.pop()
 
 
-def parse(spec):
-    """"torch", "a=triton,b=torch" or None -> {op: backend}, "*" for all. Raises ValueError on what no file here has."""
+def _parse(spec):
+    """'torch', 'a=triton,b=torch' or None -> {op: backend}, '*' for all. ValueError: nothing here is called that."""
     chosen = {}
     for part in filter(None, (spec or "").split(",")):
-        name, _, backend = part.rpartition("=")
-        chosen[name.strip() or "*"] = backend.strip()
-    for name, backend in chosen.items():
-        _known(name, backend)
+        name, _, backend = (word.strip() for word in part.rpartition("="))
+        _known(name or "*", backend)
+        chosen[name or "*"] = backend
     return {name: backend for name, backend in chosen.items() if (name, backend) != ("*", "auto")}
 
 
@@ -103,46 +101,41 @@ def load():
 
 
 def _layers():
-    return [_parsed(os.environ["K3_KERNELS"]), *_stack] if "K3_KERNELS" in os.environ else _stack
-
-
-@functools.cache
-def _parsed(spec):
-    return parse(spec)
+    return [_parse(os.environ["K3_KERNELS"]), *_stack] if "K3_KERNELS" in os.environ else _stack
 
 
 def _known(name, backend):
     """ValueError unless op `name` ("*": some op) has this backend and it can run on this machine."""
     load()
-    if name != "*" and name not in _ops:
+    if name not in ("*", *_ops):
         raise ValueError(f"kernels: no op is called {name!r}; there are {', '.join(sorted(_ops))}")
-    backends = sorted(set().union(*_ops.values()) if name == "*" else _ops[name])
-    if backend not in ("auto", *backends):
+    backends = ["auto", *sorted(set().union(*_ops.values()) if name == "*" else _ops[name])]
+    if backend not in backends:
         of = "" if name == "*" else f" of {name}"
-        raise ValueError(f"kernels={backend!r} is no backend{of}; there are auto, {', '.join(backends)}")
+        raise ValueError(f"kernels={backend!r} is no backend{of}; there are {', '.join(backends)}")
     if backend not in ("auto", "torch") and not (torch.cuda.is_available() or interpreted()):
         raise ValueError(f"kernels={backend!r} cannot run here: there is no GPU; auto and torch can")
 
 
 def _choose(name, implementations, args, kwargs):
     """-> the label that is counted, the function."""
-    wanted, named = "auto", False
-    for layer in _layers():
-        wanted, named = (layer[name], True) if name in layer else (layer.get("*", wanted), named)
+    named = [layer[name] for layer in _layers() if name in layer]  # stronger than a choice for all
+    wanted = (["auto"] + [layer["*"] for layer in _layers() if layer.get("*") in implementations] + named)[-1]
     if callable(wanted):
         return getattr(wanted, "__name__", "custom"), wanted
-    if wanted == "auto" or (wanted not in implementations and not named):
-        x = args[0] if isinstance(args[0], torch.Tensor) else next(t for t in args[0] if t is not None)
-        if not x.is_cuda:
-            return "torch", implementations["torch"][0]
+    if wanted != "auto":
+        function, why_not = implementations[wanted]
+        reason = _why_not(why_not, args, kwargs)
+        if reason is not None:
+            raise ValueError(f"kernels: {name}={wanted} cannot run here: {reason}; choose auto or torch")
+        return wanted, function
+    x = args[0] if isinstance(args[0], torch.Tensor) else next(t for t in args[0] if t is not None)
+    if x.is_cuda:
         load()
-        backends = [b for b in PREFERENCE if b in implementations and _why_not(implementations[b][1], args, kwargs) is None]
-        return backends[0], implementations[backends[0]][0]
-    function, why_not = implementations[wanted]
-    reason = _why_not(why_not, args, kwargs)
-    if reason is not None:
-        raise ValueError(f"kernels: {name}={wanted} cannot run here: {reason}; choose auto or torch")
-    return wanted, function
+        for backend in PREFERENCE:
+            if backend in implementations and _why_not(implementations[backend][1], args, kwargs) is None:
+                return backend, implementations[backend][0]
+    return "torch", implementations["torch"][0]
 
 
 def _why_not(why_not, args, kwargs):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench
+from benchmarks import serving
 from cache import PagePool, PrefixCache
 from engine import Engine
 
@@ -23,41 +24,41 @@ array = lambda x: np.array(x, dtype=np.int32)
 
 
 def test_trace_follows_from_its_seed():
-    trace = bench.make_trace(3, 4, 5, 1000)
-    assert trace == bench.make_trace(3, 4, 5, 1000) and trace != bench.make_trace(4, 4, 5, 1000)
+    trace = serving.make_trace(3, 4, 5, 1000)
+    assert trace == serving.make_trace(3, 4, 5, 1000) and trace != serving.make_trace(4, 4, 5, 1000)
     shared, talks = trace
-    assert len(shared) == bench.SYSTEM + bench.TOOLS and [len(talk) for talk in talks] == [5] * 4
+    assert len(shared) == serving.SYSTEM + serving.TOOLS and [len(talk) for talk in talks] == [5] * 4
 
 
 @pytest.mark.parametrize("vocab, most", [(64, 64), (257, 257), (2048, 2048 - 256)])
 def test_trace_leaves_control_slots_out(vocab, most):
-    shared, talks = bench.make_trace(0, 10, 5, vocab)
+    shared, talks = serving.make_trace(0, 10, 5, vocab)
     used = {*shared, *(i for talk in talks for turn in talk for text in turn.texts for i in text)}
     assert used <= set(range(most)) and max(used) > 0.9 * most
 
 
 def test_the_default_trace_has_all_it_should():
     """Over 90 % theoretical reuse; branches, edits that keep a part of what they change, pauses."""
-    trace = bench.make_trace(0, 16, 8, 257)
+    trace = serving.make_trace(0, 16, 8, 257)
     shared, talks = trace
     turns = [turn for talk in talks for turn in talk]
     assert {len(turn.texts) for turn in turns} == {1, 2, 3} and {turn.back for turn in turns} >= {0, 1, 2}
     assert max(turn.pause for turn in turns) > 30
     draw, known, theory, asked = random.Random(0), [], 0, []
     for talk in talks:
-        speaker, answers, before = bench.client(shared, talk), None, []
+        speaker, answers, before = serving.client(shared, talk), None, []
         for turn in talk:
             pause, requests = speaker.send(answers)
             prompts = [array(prompt) for prompt, _ in requests]
             assert pause == turn.pause and [n for _, n in requests] == turn.answers
             assert turn.back or all((prompt[: len(before)] == before).all() for prompt in prompts)
-            theory += sum(bench.reusable(prompt, known) for prompt in prompts)
+            theory += sum(serving.reusable(prompt, known) for prompt in prompts)
             asked += [(len(prompt), n) for prompt, n in requests]
             answers = [draw.choices(range(257), k=n) for n in turn.answers]
             texts = [np.append(prompt, answer) for prompt, answer in zip(prompts, answers)]
             known += [text[:-1] for text in texts]
             before = texts[0]
-    assert asked == bench.lengths(trace) and max(map(sum, asked)) <= case("micro")[0].cfg.max_position_embeddings
+    assert asked == serving.lengths(trace) and max(map(sum, asked)) <= case("micro")[0].cfg.max_position_embeddings
     assert theory > 0.9 * sum(n for n, _ in asked)
 
 
@@ -69,17 +70,17 @@ def test_the_default_trace_has_all_it_should():
 def test_theory_is_brute_force(prompt, texts):
     starts = {tuple(text[:n]) for text in texts for n in range(len(text) + 1)}
     want = max((n for n in range(len(prompt) + 1) if tuple(prompt[:n]) in starts), default=0)
-    assert bench.reusable(array(prompt), [array(text) for text in texts]) == want
+    assert serving.reusable(array(prompt), [array(text) for text in texts]) == want
 
 
 def test_nothing_reuses_more_than_theory_and_a_replay_repeats():
     """In pools large and small, with and without a host tier; the answers, and so the prompts, are always the same."""
-    model, trace = case("micro")[0], bench.make_trace(1, 3, 3, 257, 0.25)
+    model, trace = case("micro")[0], serving.make_trace(1, 3, 3, 257, 0.25)
     seen = set()
     for pages, host_pages, concurrency in ((300, 0, 3), (300, 0, 3), (12, 0, 2), (12, 300, 3)):
         engine = Engine(model, num_pages=pages, host_pages=host_pages)
-        asked, peak = bench.replay(engine, trace, concurrency)
-        assert len(asked) == len(bench.lengths(trace)) and 0 < peak <= pages
+        asked, peak = serving.replay(engine, trace, concurrency)
+        assert len(asked) == len(serving.lengths(trace)) and 0 < peak <= pages
         for a in asked:
             assert a.request.out.cached_tokens <= a.theory <= a.request.out.prompt_tokens
             assert a.added < a.first <= a.last and a.request.out.finish_reason == "length"
@@ -110,7 +111,7 @@ def test_plot(tmp_path):
     row = {f"ttft_p{p}_ms": 10.0 + p for p in (50, 90)} | {"user_p10_tok_s": 5.0, "total_tok_s": 9.0, "concurrency": 2}
     row |= {"reuse": 0.8, "theory": 0.9}
     rows = [{"sweep": "pool", "pages": n, "host_pages": host} | row for n in (10, 20) for host in (0, 99)]
-    bench.plot_agent(plt, [*rows, {"sweep": "concurrency"} | row]).savefig(tmp_path / "agent.png")
+    serving.plot_agent(plt, [*rows, {"sweep": "concurrency"} | row]).savefig(tmp_path / "agent.png")
     assert (tmp_path / "agent.png").stat().st_size > 1000
 
 
@@ -133,7 +134,7 @@ def test_memory_of_the_tree_is_about_what_python_took():
     cache.insert(np.append(text[:77], [100]).astype(np.int32), pages, state, torch.zeros(1))
     took = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert 0.7 < bench.tree_bytes(cache, 4) / took < 1.5
+    assert 0.7 < serving.tree_bytes(cache, 4) / took < 1.5
 
 
 @pytest.mark.parametrize(

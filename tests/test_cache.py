@@ -177,7 +177,9 @@ def test_a_batch_points_at_its_own_rows(sizes):
             seen, mask = gather_rows(slab, part, first, last, T, None, torch.int64)
             for b, (c, own) in enumerate(mine[first:last]):
                 assert c.tokens == T and seen[b, : len(own), 0].tolist() == own
-                assert set(seen[b, len(own) :, 0].tolist()) <= {own[0]}, "rows of nobody, which may hold a NaN, are read"
+                assert set(seen[b, len(own) :, 0].tolist()) <= {own[0]}, (
+                    "rows of nobody, which may hold a NaN, are read"
+                )
                 assert mask[b].tolist() == [[j <= c.past + t for j in range(seen.shape[1])] for t in range(T)]
     assert not todo
 
@@ -195,7 +197,12 @@ def test_decode_rows_come_first_and_equal_neighbours_run_together():
 def test_pieces_of_one_text_wait_for_each_other():
     """A piece that follows reads the state that the one before it writes, also where either is a single token."""
     pool, old, a, b = PagePool(TINY, 8), *np.arange(6).reshape(3, 2)
-    chunks = [Chunk(1, 0, old, a, a), Chunk(1, 5, old, old, a), Chunk(1, 6, old, a, b, True), Chunk(1, 7, old, b, b, True)]
+    chunks = [
+        Chunk(1, 0, old, a, a),
+        Chunk(1, 5, old, old, a),
+        Chunk(1, 6, old, a, b, True),
+        Chunk(1, 7, old, b, b, True),
+    ]
     decode, prompt = Batch.paged(pool, chunks).parts
     assert decode.lengths == [1] and prompt.lengths == [1, 1, 1] and not prompt.decode
     assert prompt.runs == [(i, i + 1, 1, slice(i, i + 1)) for i in range(3)]
