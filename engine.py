@@ -31,7 +31,7 @@ from cache import FP8, Chunk, PagePool, PrefixCache, common
 from model import K3
 from runner import Runner
 from sampling import SamplingParams, filters, logprobs, sample, uniform
-from tokenizer import Tokenizer
+from tokenizer import TextStream, Tokenizer
 
 TINY = Path(__file__).resolve().parent / "tiny"  # the model that is run when none is named
 SMALL = 1024  # models narrower than this run on one CPU thread
@@ -99,46 +99,15 @@ class Request:
         self.length += 1
 
 
-class TextStream:
-    """Turns ids into text and watches for stop strings; what may be the start of one is held back."""
-
-    def __init__(self, tokenizer, stop):
-        self.decoder, self.vocab_size = tokenizer.stream(), tokenizer.vocab_size
-        self.stop, self.held = stop, ""
-
-    def push(self, token):
-        """-> (text that is safe to show, whether a stop string was completed)."""
-        if token >= self.vocab_size:  # a row of padding in the output layer
-            return self._release(self.held + self.decoder.flush() + "\ufffd")
-        return self._release(self.held + self.decoder.push(token))
-
-    def flush(self):
-        """-> what is left at the end of the answer, up to a stop string that its last character completes."""
-        text, stopped = self._release(self.held + self.decoder.flush())
-        return text if stopped else text + self.held
-
-    def _release(self, text):
-        found = [at for at in (text.find(s) for s in self.stop) if at >= 0]
-        if found:
-            self.held = ""
-            self.decoder.flush()  # the token that completed it may have begun a character behind it
-            return text[: min(found)], True
-        keep = max(
-            (n for s in self.stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0
-        )
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
-
-
 class Engine:
     """Generates text for many requests at once.
 
     model: a checkpoint folder, or a K3 (its device and dtype are then kept). device: cuda where there is one; dtype:
     bfloat16 on a GPU, float32 on a CPU. num_pages: pages of the pool (derived from memory). max_batch: requests that
-    run at once. prefill_chunk: prompt tokens read per step, over all requests. prefix_cache: reuse prefixes, resumed
-    where `snapshots` says; host_pages: pages of host memory for evicted prefixes. kv_dtype: "fp8" stores latent rows in
-    8 bits. kernels: which backend runs each op (kernels/__init__.py). graphs: decode steps as CUDA graphs (default: on
-    a GPU). Raises ValueError or OSError in one line.
+    run at once. prefill_chunk: prompt tokens read per step, over all requests (512 on a CPU, 8192 on a GPU).
+    prefix_cache: reuse prefixes, resumed where `snapshots` says; host_pages: pages of host memory for evicted prefixes.
+    kv_dtype: "fp8" stores latent rows in 8 bits. kernels: which backend runs each op (kernels/__init__.py). graphs:
+    decode steps as CUDA graphs (default: on a GPU). Raises ValueError or OSError in one line.
     """
 
     def __init__(
@@ -148,7 +117,7 @@ class Engine:
         dtype=None,
         num_pages=None,
         max_batch=64,
-        prefill_chunk=512,
+        prefill_chunk=None,
         draft_tokens=0,
         kernels="auto",
         tokenizer=None,
@@ -171,7 +140,8 @@ class Engine:
                 tokenizer = Tokenizer.from_pretrained(path)
         self.model, self.cfg, self.tokenizer = model, model.cfg, tokenizer
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
-        self.max_batch, self.prefill_chunk, self.snapshots = max_batch, prefill_chunk, snapshots
+        self.max_batch, self.snapshots = max_batch, snapshots
+        self.prefill_chunk = prefill_chunk or (8192 if self.device.type == "cuda" else 512)
         latent = FP8 if kv_dtype == "fp8" else None
         self.pool = PagePool(self.cfg, num_pages or self._fitting_pages(latent), self.dtype, self.device, latent)
         self.cache = PrefixCache(self.pool, host_pages)
@@ -334,7 +304,7 @@ class Engine:
         return [r.out for r in ends]
 
     def _run(self, plan):
-        """The model over one batch; if it raises, states have moved. Returns what `_sample` would, if that is done too."""
+        """The model over one batch; if it raises, states have moved. Returns what `_sample` would, if that is done."""
         requests, chunks = zip(*plan)
         try:
             ids = np.concatenate([r.buffer[c.past : c.past + c.tokens] for r, c in plan]).astype(np.int64)
@@ -613,7 +583,7 @@ class Engine:
 
 def _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, host_pages, kv_dtype):
     for name, value in (("num_pages", num_pages), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
-        if not (value is None and name == "num_pages") and (not isinstance(value, int) or value < 1):
+        if not (value is None and name != "max_batch") and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} is {value!r}; it must be at least 1")
     if draft_tokens:
         raise ValueError(f"draft_tokens is {draft_tokens}; speculative decoding is not built yet, use 0")

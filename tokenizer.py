@@ -245,3 +245,34 @@ def read_json(file):
         return json.loads(file.read_text("utf-8"))
     except ValueError as e:
         raise ValueError(f"{file}: malformed JSON ({e}); fetch the file again") from None
+
+
+class TextStream:
+    """Turns ids into text and watches for stop strings; what may be the start of one is held back."""
+
+    def __init__(self, tokenizer, stop):
+        self.decoder, self.vocab_size = tokenizer.stream(), tokenizer.vocab_size
+        self.stop, self.held = stop, ""
+
+    def push(self, token):
+        """-> (text that is safe to show, whether a stop string was completed)."""
+        if token >= self.vocab_size:  # a row of padding in the output layer
+            return self._release(self.held + self.decoder.flush() + "\ufffd")
+        return self._release(self.held + self.decoder.push(token))
+
+    def flush(self):
+        """-> what is left at the end of the answer, up to a stop string that its last character completes."""
+        text, stopped = self._release(self.held + self.decoder.flush())
+        return text if stopped else text + self.held
+
+    def _release(self, text):
+        found = [at for at in (text.find(s) for s in self.stop) if at >= 0]
+        if found:
+            self.held = ""
+            self.decoder.flush()  # the token that completed it may have begun a character behind it
+            return text[: min(found)], True
+        keep = max(
+            (n for s in self.stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0
+        )
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep], False

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import Batch, Chunk, PagePool
-from engine import Engine, TextStream
+from engine import Engine
 from sampling import SamplingParams, sample, uniform
-from tokenizer import Tokenizer
+from tokenizer import TextStream, Tokenizer
 
 torch.set_num_threads(1)  # the matrices are tiny: more threads would wait for one another
 P = 128  # tokens in a page of the cases
