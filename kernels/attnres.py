@@ -1,0 +1,107 @@
+"""Triton: all that stands between two sub-layers in one launch - running sum, AttnRes mixture, RMSNorm; RMSNorm alone.
+
+One program per token. It reads each candidate once and holds its H values in registers; scores and mixture are an online
+softmax (Milakov and Gimelshein, arXiv 1805.02867), so the mixture exists nowhere else. At 9 candidates the op moves 10
+to 12 rows of H values per token and computes next to nothing: what counts is loads in flight.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+import kernels
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 16384  # values of a row that fit the registers of one program
+
+
+@triton.jit
+def _add_pairs(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
+@triton.jit
+def _residual_kernel(
+    s, s_stride, y, blocks, mix_norm, mix_proj, mix_eps, norm, norm_eps, s_out, x_out, H,
+    BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """s + y -> s_out; RMSNorm(mixture of blocks, a tuple of pointers, and s + y) -> x_out. None: that part is left out."""
+    token, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside, row = cols < H, token * H + cols
+    J: tl.constexpr = len(blocks)
+
+    # The snapshots' loads go out first: AHEAD of them are on their way while one is worked on.
+    loaded = ()
+    for j in tl.static_range(min(AHEAD, J)):
+        loaded = loaded + (tl.load(blocks[j] + row, mask=inside, other=0.0),)
+    total = tl.load(s + token * s_stride + cols, mask=inside, other=0.0)
+    if y is not None:  # rounded to the stream's dtype, as s is when the next layer reads it
+        total = (total.to(tl.float32) + tl.load(y + row, mask=inside, other=0.0).to(tl.float32)).to(total.dtype)
+        tl.store(s_out + row, total, mask=inside)
+    mixture = total.to(tl.float32)
+
+    if J > 0:
+        query = tl.load(mix_norm + cols, mask=inside, other=0.0).to(tl.float32)
+        query *= tl.load(mix_proj + cols, mask=inside, other=0.0).to(tl.float32)
+        square, dot = tl.reduce((mixture * mixture, mixture * query), 0, _add_pairs)
+        largest, weight = dot * tl.rsqrt(square / H + mix_eps), 1.0  # running maximum of the scores, sum of exponentials
+        for j in tl.static_range(J):
+            if j + AHEAD < J:
+                loaded = loaded + (tl.load(blocks[j + AHEAD] + row, mask=inside, other=0.0),)
+            c = loaded[j].to(tl.float32)
+            square, dot = tl.reduce((c * c, c * query), 0, _add_pairs)
+            score = dot * tl.rsqrt(square / H + mix_eps)
+            larger = tl.maximum(largest, score)
+            old, new = tl.exp(largest - larger), tl.exp(score - larger)
+            mixture = mixture * old + c * new
+            largest, weight = larger, weight * old + new
+        mixture /= weight
+
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(mixture * mixture) / H + norm_eps)
+        mixture *= scale * tl.load(norm + cols, mask=inside, other=0.0).to(tl.float32)
+    if x_out is not None:
+        tl.store(x_out + row, mixture.to(x_out.dtype.element_ty), mask=inside)
+
+
+def settings(H, rows, J):
+    """BLOCK, AHEAD, num_warps. Few programs must each keep many loads in flight, many programs do so together."""
+    block = max(32, triton.next_power_of_2(H))
+    return dict(BLOCK=block, AHEAD=J if rows <= 264 else 1, num_warps=min(16, max(1, block // 512)))
+
+
+def why_not(terms, blocks, mix, norm):
+    rows = [t for t in (*terms, *blocks) if t is not None]
+    if any(t.dtype != rows[0].dtype for t in rows):
+        return "the residuals differ in dtype"
+    return _why_not(rows[0])
+
+
+def _why_not(x):
+    if x.dtype not in DTYPES:
+        return f"{x.dtype}"
+    if x.shape[-1] > WIDEST:
+        return f"{x.shape[-1]} values a row, more than {WIDEST}"
+
+
+@kernels.implement("attnres", "triton", why_not)
+def attnres_norm(terms, blocks, mix, norm, **options):
+    s, y = [t.contiguous() for t in terms if t is not None] + [None] * (None in terms)
+    blocks, (N, H) = tuple(t.contiguous() for t in blocks), s.shape
+    total, x = s if y is None else torch.empty_like(s), None
+    if norm or blocks:
+        x = torch.empty_like(s, dtype=norm[0].dtype if norm else torch.float32)
+    mix, norm = mix if blocks else (None, None, 0.0), norm or (None, 0.0)
+    options = settings(H, N, len(blocks)) | options
+    _residual_kernel[(N,)](s, H, y, blocks, *mix, *norm, total, x, H, **options)
+    return total, total if x is None else x
+
+
+@kernels.implement("rms_norm", "triton", lambda x, weight, eps: _why_not(x))
+def rms_norm(x, weight, eps, **options):
+    """x may be a slice of wider rows."""
+    H, rows = x.shape[-1], x if x.ndim == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    stride, options = rows.stride(0), settings(H, len(rows), 0) | options
+    _residual_kernel[(len(rows),)](rows, stride, None, (), None, None, 0.0, weight, eps, None, out, H, **options)
+    return out
