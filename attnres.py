@@ -55,7 +55,9 @@ def rms_norm(x, weight, eps):
     return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps).to(weight.dtype)
 
 
-rms_norm_op = kernels.op("rms_norm")(rms_norm)  # for modules; within the PyTorch paths of other ops rms_norm stays plain
+rms_norm_op = kernels.op("rms_norm")(
+    rms_norm
+)  # for modules; within the PyTorch paths of other ops rms_norm stays plain
 
 
 class RMSNorm(nn.Module):

@@ -1,7 +1,7 @@
 """Triton: all that stands between two sub-layers in one launch - running sum, AttnRes mixture, RMSNorm; RMSNorm alone.
 
 One program per token. It reads each candidate once and holds its H values in registers; scores and mixture are an online
-softmax (Milakov and Gimelshein, arXiv 1805.02867), so the mixture exists nowhere else. At 9 candidates the op moves 10
+softmax (Milakov and Gimelshein, arXiv 1805.02867), so the mixture exists nowhere else. With 9 candidates the op moves 10
 to 12 rows of H values per token and computes next to nothing: what counts is loads in flight.
 """
 
@@ -23,32 +23,29 @@ def _add_pairs(a0, b0, a1, b1):
 @triton.jit
 def _residual_kernel(
     s, s_stride, y, blocks, mix_norm, mix_proj, mix_eps, norm, norm_eps, s_out, x_out, H,
-    BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """s + y -> s_out; RMSNorm(mixture of blocks, a tuple of pointers, and s + y) -> x_out. None: that part is left out."""
     token, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, row = cols < H, token * H + cols
-    J: tl.constexpr = len(blocks)
-
-    # The snapshots' loads go out first: AHEAD of them are on their way while one is worked on.
-    loaded = ()
-    for j in tl.static_range(min(AHEAD, J)):
-        loaded = loaded + (tl.load(blocks[j] + row, mask=inside, other=0.0),)
     total = tl.load(s + token * s_stride + cols, mask=inside, other=0.0)
     if y is not None:  # rounded to the stream's dtype, as s is when the next layer reads it
         total = (total.to(tl.float32) + tl.load(y + row, mask=inside, other=0.0).to(tl.float32)).to(total.dtype)
         tl.store(s_out + row, total, mask=inside)
     mixture = total.to(tl.float32)
 
+    J: tl.constexpr = len(blocks)
     if J > 0:
         query = tl.load(mix_norm + cols, mask=inside, other=0.0).to(tl.float32)
         query *= tl.load(mix_proj + cols, mask=inside, other=0.0).to(tl.float32)
         square, dot = tl.reduce((mixture * mixture, mixture * query), 0, _add_pairs)
-        largest, weight = dot * tl.rsqrt(square / H + mix_eps), 1.0  # running maximum of the scores, sum of exponentials
-        for j in tl.static_range(J):
-            if j + AHEAD < J:
-                loaded = loaded + (tl.load(blocks[j + AHEAD] + row, mask=inside, other=0.0),)
-            c = loaded[j].to(tl.float32)
+        largest = dot * tl.rsqrt(square / H + mix_eps)  # of the scores so far
+        weight = 1.0  # sum of their exponentials
+        for j in tl.range(J, num_stages=STAGES):  # the loads of the next STAGES - 1 snapshots are under way
+            block = blocks[0]
+            for i in tl.static_range(1, J):
+                block = tl.where(j == i, blocks[i], block)
+            c = tl.load(block + row, mask=inside, other=0.0).to(tl.float32)
             square, dot = tl.reduce((c * c, c * query), 0, _add_pairs)
             score = dot * tl.rsqrt(square / H + mix_eps)
             larger = tl.maximum(largest, score)
@@ -64,10 +61,12 @@ def _residual_kernel(
         tl.store(x_out + row, mixture.to(x_out.dtype.element_ty), mask=inside)
 
 
-def settings(H, rows, J):
-    """BLOCK, AHEAD, num_warps. Few programs must each keep many loads in flight, many programs do so together."""
-    block = max(32, triton.next_power_of_2(H))
-    return dict(BLOCK=block, AHEAD=J if rows <= 264 else 1, num_warps=min(16, max(1, block // 512)))
+def settings(x, snapshots):
+    """BLOCK, STAGES, num_warps for rows x. Many programs keep the memory busy together, few must load far ahead."""
+    block = max(32, triton.next_power_of_2(x.shape[-1]))
+    room = 1 + 2**17 // (block * x.element_size())  # stages whose buffers fit 128 KiB
+    stages = 4 if len(x) > 264 else snapshots + 1
+    return dict(BLOCK=block, STAGES=max(1, min(stages, room)), num_warps=min(8, max(1, block // 512)))
 
 
 def why_not(terms, blocks, mix, norm):
@@ -86,13 +85,13 @@ def _why_not(x):
 
 @kernels.implement("attnres", "triton", why_not)
 def attnres_norm(terms, blocks, mix, norm, **options):
-    s, y = [t.contiguous() for t in terms if t is not None] + [None] * (None in terms)
+    s, y = ([t.contiguous() for t in terms if t is not None] + [None])[:2]
     blocks, (N, H) = tuple(t.contiguous() for t in blocks), s.shape
     total, x = s if y is None else torch.empty_like(s), None
     if norm or blocks:
         x = torch.empty_like(s, dtype=norm[0].dtype if norm else torch.float32)
     mix, norm = mix if blocks else (None, None, 0.0), norm or (None, 0.0)
-    options = settings(H, N, len(blocks)) | options
+    options = settings(s, len(blocks)) | options
     _residual_kernel[(N,)](s, H, y, blocks, *mix, *norm, total, x, H, **options)
     return total, total if x is None else x
 
@@ -102,6 +101,6 @@ def rms_norm(x, weight, eps, **options):
     """x may be a slice of wider rows."""
     H, rows = x.shape[-1], x if x.ndim == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-    stride, options = rows.stride(0), settings(H, len(rows), 0) | options
+    stride, options = rows.stride(0), settings(rows, 0) | options
     _residual_kernel[(len(rows),)](rows, stride, None, (), None, None, 0.0, weight, eps, None, out, H, **options)
     return out
