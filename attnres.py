@@ -7,8 +7,8 @@ per token, how much of each snapshot and of the current sum it wants to read:
     x = sum_j  softmax_j( RMSNorm(C_j) . (n * p) )  C_j          C = snapshots + [s],  n: norm weight,  p: proj weight
 
 The scores and the mixture are float32, whatever the model's dtype: they feed the whole stream. One op does all that
-stands between two sub-layers: it adds the last one's output to s, mixes, and normalizes for the next. Nothing is updated
-in place, so a snapshot is the tensor s itself, put aside.
+stands between two sub-layers: it adds the output of the last one to s, mixes, and normalizes for the next. Nothing is
+updated in place, so a snapshot is the tensor s itself, put aside.
 """
 
 import torch
@@ -55,9 +55,7 @@ def rms_norm(x, weight, eps):
     return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps).to(weight.dtype)
 
 
-rms_norm_op = kernels.op("rms_norm")(
-    rms_norm
-)  # for modules; within the PyTorch paths of other ops rms_norm stays plain
+rms_norm_op = kernels.op("rms_norm")(rms_norm)  # for modules; in the PyTorch paths of other ops it stays plain
 
 
 class RMSNorm(nn.Module):
@@ -99,10 +97,10 @@ def attnres_mix(candidates, norm, proj, eps):
 def attnres_norm(terms, blocks, mix, norm):
     """The step from one sub-layer to the next: add, mix, normalize.
 
-    terms (s, y), each [N, H], one may be None: the running sum, and the last sub-layer's output, to be added to it; blocks:
-    list of snapshots [N, H]; mix (norm [H], proj [1, H], eps), not read without snapshots; norm (weight [H], eps) or None.
-    -> s + y, which may be a term itself; what the next sub-layer reads, [N, H]: the mixture of blocks and s + y, or s + y
-    without snapshots, normalized to the dtype of norm. Without norm it is the mixture itself, in float32.
+    terms (s, y), each [N, H], one may be None: the running sum, and the last sub-layer's output, to be added to it;
+    blocks: list of snapshots [N, H]; mix (norm [H], proj [1, H], eps), not read without snapshots; norm (weight [H],
+    eps) or None -> s + y, which may be one of the terms; what the next sub-layer reads, [N, H]: the mixture of blocks
+    and s + y, or s + y without snapshots, normalized to the dtype of norm. Without norm the mixture itself, float32.
     """
     s, y = terms
     s = y if s is None else s if y is None else s + y

@@ -164,10 +164,7 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     out = torch.empty_like(gate)
     for first, last, T, rows in part.runs:
         pages, fresh = src[first:last], part.past[first:last] == 0
-        past, state = (
-            conv[pages].masked_fill(fresh[:, None, None], 0),
-            S[pages].masked_fill(fresh[:, None, None, None], 0),
-        )
+        past, state = conv[pages].masked_fill(fresh[:, None, None], 0), S[pages].masked_fill(fresh[:, None, None, None], 0)
         x = (t[rows].unflatten(0, (last - first, T)) for t in (qkv, r, b))
         o, past, state = kda_mix(*x, w, past, state)
         S[dst[first:last]], conv[dst[first:last]] = state.to(S.dtype), past.to(conv.dtype)
@@ -182,10 +179,7 @@ def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
     """
     real = (dst >= 0).nonzero()[:, 0]
     fresh, pages = past[real] == 0, src[real].clamp(min=0)
-    before, state = (
-        conv[pages].masked_fill(fresh[:, None, None], 0),
-        S[pages].masked_fill(fresh[:, None, None, None], 0),
-    )
+    before, state = conv[pages].masked_fill(fresh[:, None, None], 0), S[pages].masked_fill(fresh[:, None, None, None], 0)
     o, before, state = kda_mix(qkv[real, None], r[real, None], b[real, None], w, before, state)
     S[dst[real]], conv[dst[real]] = state.to(S.dtype), before.to(conv.dtype)
     return torch.zeros_like(gate).index_put((real,), gated_norm(o[:, 0], gate[real], w))
@@ -238,9 +232,7 @@ class KDA(nn.Module):
 
     def weights(self):
         lower = self.lower_bound
-        return Weights(
-            self.conv_weight, self.A_log[: self.heads], self.dt_bias, self.o_norm.weight, self.o_norm.eps, lower
-        )
+        return Weights(self.conv_weight, self.A_log[: self.heads], self.dt_bias, self.o_norm.weight, self.o_norm.eps, lower)
 
     def zero_state(self, B, like):
         """What a sequence starts from: conv inputs [B, K-1, 3*h*d] and recurrent state [B, h, d, d], all zero."""

@@ -40,8 +40,8 @@ class DecoderLayer(nn.Module):
         self.mlp_res = AttnRes(cfg) if attn_res else None
 
     def forward(self, s, y, blocks, batch):
-        """s [N, H]: running sum; y [N, H] or None: what is still to be added to it; blocks: snapshots, to which a layer at
-        a block start appends -> s, y."""
+        """s [N, H]: running sum; y [N, H] or None: what is still to be added to it; blocks: snapshots, to which a layer
+        at a block start appends -> s, y."""
         s, x = residual(s, y, blocks, self.self_attention_res, self.input_layernorm)
         if self.starts_block:
             blocks.append(s)

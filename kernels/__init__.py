@@ -74,7 +74,7 @@ def use(everything=None, /, **choices):
 
 
 def parse(spec):
-    """ "torch", "a=triton,b=torch" or None -> {op: backend}, "*" for all. Raises ValueError on what no file here has."""
+    """"torch", "a=triton,b=torch" or None -> {op: backend}, "*" for all. Raises ValueError on what no file here has."""
     chosen = {}
     for part in filter(None, (spec or "").split(",")):
         name, _, backend = part.rpartition("=")
@@ -136,9 +136,7 @@ def _choose(name, implementations, args, kwargs):
         if not x.is_cuda:
             return "torch", implementations["torch"][0]
         load()
-        backends = [
-            b for b in PREFERENCE if b in implementations and _why_not(implementations[b][1], args, kwargs) is None
-        ]
+        backends = [b for b in PREFERENCE if b in implementations and _why_not(implementations[b][1], args, kwargs) is None]
         return backends[0], implementations[backends[0]][0]
     function, why_not = implementations[wanted]
     reason = _why_not(why_not, args, kwargs)

@@ -1,8 +1,8 @@
 """Triton: all that stands between two sub-layers in one launch - running sum, AttnRes mixture, RMSNorm; RMSNorm alone.
 
-One program per token. It reads each candidate once and holds its H values in registers; scores and mixture are an online
-softmax (Milakov and Gimelshein, arXiv 1805.02867), so the mixture exists nowhere else. With 9 candidates the op moves 10
-to 12 rows of H values per token and computes next to nothing: what counts is loads in flight.
+One program per token. It reads each candidate once and holds its H values in registers; scores and mixture are an
+online softmax (Milakov and Gimelshein, arXiv 1805.02867), so the mixture is never in memory. With 9 candidates the op
+moves 10 to 12 rows of H values per token and computes next to nothing: what counts is loads in flight.
 """
 
 import torch
@@ -25,7 +25,8 @@ def _residual_kernel(
     s, s_stride, y, blocks, mix_norm, mix_proj, mix_eps, norm, norm_eps, s_out, x_out, H,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """s + y -> s_out; RMSNorm(mixture of blocks, a tuple of pointers, and s + y) -> x_out. None: that part is left out."""
+    """s + y -> s_out; RMSNorm(mixture of blocks, a tuple of pointers, and s + y) -> x_out. A part that is None is left
+    out."""
     token, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, row = cols < H, token * H + cols
     total = tl.load(s + token * s_stride + cols, mask=inside, other=0.0)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton_interpreter  # noqa: F401
 from kernel_helpers import (
     DEVICE,
     INTERPRETED,
@@ -16,8 +17,7 @@ from kernel_helpers import (
 import kernels
 from attnres import attnres_norm, rms_norm, rms_norm_op
 
-# Rounding a result to bf16 costs 1.7e-3 in norm. The interpreter truncates, which costs twice that.
-LIMIT = {torch.float32: 1e-6, torch.bfloat16: 6e-3 if INTERPRETED else 4e-3}
+LIMIT = {torch.float32: 1e-6, torch.bfloat16: 2.5e-3}  # of bf16: rounding the result, 1.7e-3 in norm
 FLOATS = [torch.float32, torch.bfloat16]
 
 
@@ -26,8 +26,6 @@ def random_step(J, N, H, dtype, seed=0, device=DEVICE):
     generator = torch.Generator().manual_seed(1000 * J + N + H + seed)
     rand = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     s, y, *blocks = (2.0 ** (j - 3) * rand(N, H) for j in range(J + 1))
-    if INTERPRETED and dtype == torch.bfloat16:  # a sum that bf16 holds exactly: see LIMIT
-        s, y = ((t * 16).round().clamp(-99, 99) / 16 for t in (s, y))
     mix, norm = (1 + 0.3 * rand(H), rand(1, H) * H**-0.5), 1 + 0.3 * rand(H)
     to = lambda t: t.to(device, dtype)
     return (to(s), to(y)), [to(b) for b in blocks], (*map(to, mix), 1e-2), (to(norm), 1e-3)
@@ -56,7 +54,7 @@ def check_step(terms, blocks, mix, norm):
     exact = attnres_norm.torch_path(exact_terms, *widened((blocks, mix, norm)))[1]
     assert torch.equal(total, want) and total.dtype == want.dtype
     assert x.dtype == same.dtype and x.shape == same.shape
-    assert rel(x, exact) < LIMIT[x.dtype] and rel(x, same) < LIMIT[x.dtype]
+    assert rel(x, exact) < LIMIT[x.dtype] and rel(x, same) < LIMIT[x.dtype] / 2
     assert all(torch.equal(*pair) for pair in zip(before, held))
 
 
@@ -78,7 +76,7 @@ def test_candidates(J, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("snapshots", [0, 2])
 def test_variants(snapshots, dtype):
-    """Nothing pending, a new sum, no norm: the output mixture, which stays wide. Without snapshots the weights may be None."""
+    """Nothing pending, a new sum, no norm: the output mixture, which stays wide. No snapshots: mix may be None."""
     (s, y), blocks, mix, norm = random_step(snapshots + 1, 2, 48, dtype)
     for terms in ((s, y), (s, None), (None, y)):
         for last in (norm, None):
