@@ -21,39 +21,59 @@ def _add_pairs(a0, b0, a1, b1):
 
 
 @triton.jit
+def _load_terms(s_row, y_row, inside):
+    s = tl.load(s_row, mask=inside, other=0.0)
+    return s, s if y_row is None else tl.load(y_row, mask=inside, other=0.0)
+
+
+@triton.jit
+def _mix_in(c, query, mixture, largest, weight, eps, H):
+    """One more candidate c [H]: its score, and the mixture so far, of which `weight` is still to be divided out."""
+    c = c.to(tl.float32)
+    square, dot = tl.reduce((c * c, c * query), 0, _add_pairs)
+    score = dot * tl.rsqrt(square / H + eps)  # RMSNorm(c) . query
+    larger = tl.maximum(largest, score)
+    old, new = tl.exp(largest - larger), tl.exp(score - larger)
+    return mixture * old + c * new, larger, weight * old + new
+
+
+@triton.jit
 def _residual_kernel(
     s, s_stride, y, blocks, mix_norm, mix_proj, mix_eps, norm, norm_eps, s_out, x_out, H,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """s + y -> s_out; RMSNorm(mixture of blocks, a tuple of pointers, and s + y) -> x_out. A part that is None is left
     out."""
     token, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, row = cols < H, token * H + cols
-    total = tl.load(s + token * s_stride + cols, mask=inside, other=0.0)
-    if y is not None:  # rounded to the stream's dtype, as s is when the next layer reads it
-        total = (total.to(tl.float32) + tl.load(y + row, mask=inside, other=0.0).to(tl.float32)).to(total.dtype)
-        tl.store(s_out + row, total, mask=inside)
-    mixture = total.to(tl.float32)
+    s_row, y_row = s + token * s_stride + cols, None if y is None else y + row
+    if EARLY:  # costs registers while the snapshots pass, and saves a wait after them
+        terms = _load_terms(s_row, y_row, inside)
 
     J: tl.constexpr = len(blocks)
     if J > 0:
         query = tl.load(mix_norm + cols, mask=inside, other=0.0).to(tl.float32)
         query *= tl.load(mix_proj + cols, mask=inside, other=0.0).to(tl.float32)
-        square, dot = tl.reduce((mixture * mixture, mixture * query), 0, _add_pairs)
-        largest = dot * tl.rsqrt(square / H + mix_eps)  # of the scores so far
-        weight = 1.0  # sum of their exponentials
+        largest, weight = -3e38, 0.0  # of the scores so far; the sum of their exponentials
+        mixture = tl.zeros((BLOCK,), tl.float32)
         for j in tl.range(J, num_stages=STAGES):  # the loads of the next STAGES - 1 snapshots are under way
             block = blocks[0]
             for i in tl.static_range(1, J):
                 block = tl.where(j == i, blocks[i], block)
-            c = tl.load(block + row, mask=inside, other=0.0).to(tl.float32)
-            square, dot = tl.reduce((c * c, c * query), 0, _add_pairs)
-            score = dot * tl.rsqrt(square / H + mix_eps)
-            larger = tl.maximum(largest, score)
-            old, new = tl.exp(largest - larger), tl.exp(score - larger)
-            mixture = mixture * old + c * new
-            largest, weight = larger, weight * old + new
+            c = tl.load(block + row, mask=inside, other=0.0)
+            mixture, largest, weight = _mix_in(c, query, mixture, largest, weight, mix_eps, H)
+
+    if not EARLY:
+        terms = _load_terms(s_row, y_row, inside)
+    total = terms[0]
+    if y is not None:  # rounded to the stream's dtype, as s is when the next layer reads it
+        total = (total.to(tl.float32) + terms[1].to(tl.float32)).to(total.dtype)
+        tl.store(s_out + row, total, mask=inside)
+    if J > 0:
+        mixture, largest, weight = _mix_in(total, query, mixture, largest, weight, mix_eps, H)
         mixture /= weight
+    else:
+        mixture = total.to(tl.float32)
 
     if norm is not None:
         scale = tl.rsqrt(tl.sum(mixture * mixture) / H + norm_eps)
@@ -63,11 +83,12 @@ def _residual_kernel(
 
 
 def settings(x, snapshots):
-    """BLOCK, STAGES, num_warps for rows x. Many programs keep the memory busy together, few must load far ahead."""
+    """Block size, stages and warps for rows x. Many programs keep the memory busy together, few must load far ahead."""
     block = max(32, triton.next_power_of_2(x.shape[-1]))
     room = 1 + 2**17 // (block * x.element_size())  # stages whose buffers fit 128 KiB
-    stages = 4 if len(x) > 264 else snapshots + 1
-    return dict(BLOCK=block, STAGES=max(1, min(stages, room)), num_warps=min(8, max(1, block // 512)))
+    few = len(x) <= 264  # two for each of 132 multiprocessors
+    stages = min(snapshots + 1 if few else 4, room)
+    return dict(BLOCK=block, STAGES=stages, EARLY=few, num_warps=min(8, max(1, block // 512)))
 
 
 def why_not(terms, blocks, mix, norm):

@@ -1,9 +1,9 @@
 """Triton: y = x W^T for few rows, where reading W is all the time there is. cuBLAS has the larger products.
 
-One row: a product of W [out, in] with a vector; every program owns some outputs and reads their rows of W once, 16 bytes
-a thread. 2 to 64 rows: the tensor cores compute y^T = W x^T, so that W, which is large, fills their long side, and x,
-padded to 16, 32 or 64 rows, their short one. Where the outputs give too few programs to keep the memory busy, `in` is
-split too (split-K): partial sums in float32, which a second launch adds up in a fixed order.
+One row: a product of W [out, in] with a vector; every program owns some outputs and reads their rows of W once, 16
+bytes a thread. 2 to 64 rows: the tensor cores compute y^T = W x^T, so that W, which is large, fills their long side,
+and x, padded to 16, 32 or 64 rows, their short one. Where the outputs give too few programs to keep the memory busy,
+`in` is split too (split-K): partial sums in float32, which a second launch adds up in a fixed order.
 """
 
 import torch
@@ -15,17 +15,17 @@ import kernels
 MOST_ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _vector_kernel(
-    x, w, y, out, inner, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
+    x, w, y, out, inner, blocks, EVEN: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y [parts, out] = partial sums of x [in] . W [out, in], each over BLOCKS * BLOCK_IN values."""
+    """y [parts, out] = partial sums of x [in] . W [out, in], each over blocks * BLOCK_IN values."""
     o, part = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.program_id(1)
     rows = tl.where(o < out, o, 0).to(tl.int64)[:, None] * inner  # past the end the first row is read, and not stored
     sums = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
-    for i in tl.range(BLOCKS, num_stages=STAGES):
-        cols = (part * BLOCKS + i) * BLOCK_IN + tl.arange(0, BLOCK_IN)
+    for i in tl.range(blocks, num_stages=STAGES):
+        cols = (part * blocks + i) * BLOCK_IN + tl.arange(0, BLOCK_IN)
         if EVEN:
             a, b = tl.load(w + rows + cols[None, :]), tl.load(x + cols)
         else:
@@ -35,18 +35,18 @@ def _vector_kernel(
     tl.store(y + part * out + o, tl.sum(sums, 1).to(y.dtype.element_ty), mask=o < out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def _matrix_kernel(
-    x, x_stride, w, y, rows, out, inner, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
+    x, x_stride, w, y, rows, out, inner, blocks, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y [parts, rows, out] = partial sums of x [rows, in] . W [out, in], each over BLOCKS * BLOCK_IN values."""
+    """y [parts, rows, out] = partial sums of x [rows, in] . W [out, in], each over blocks * BLOCK_IN values."""
     o, part = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.program_id(1)
     r = tl.arange(0, ROWS)
     w_rows, x_rows = tl.where(o < out, o, 0).to(tl.int64)[:, None] * inner, r[None, :] * x_stride
     sums = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
-    for i in tl.range(BLOCKS, num_stages=STAGES):
-        cols = (part * BLOCKS + i) * BLOCK_IN + tl.arange(0, BLOCK_IN)
+    for i in tl.range(blocks, num_stages=STAGES):
+        cols = (part * blocks + i) * BLOCK_IN + tl.arange(0, BLOCK_IN)
         if EVEN:
             a = tl.load(w + w_rows + cols[None, :])
             b = tl.load(x + x_rows + cols[:, None], mask=r[None, :] < rows, other=0.0)
@@ -68,13 +68,19 @@ def _sum_kernel(parts, y, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y + at, total.to(y.dtype.element_ty), mask=at < size)
 
 
+def _block(inner, most):
+    """The largest power of two up to `most` that divides inner; where that is small, one that masks the end."""
+    even = min(most, inner & -inner)
+    return even if even >= 64 else min(most, max(16, triton.next_power_of_2(inner)))
+
+
 def settings(rows, out, inner, size):
-    """Block sizes, split and warps for elements of `size` bytes: about four programs for each of 132 multiprocessors."""
+    """Block sizes, split, stages and warps for elements of `size` bytes, for an H200: 132 multiprocessors."""
     if rows == 1:
-        block_in = min(1024, max(16, triton.next_power_of_2(inner)))
-        return dict(BLOCK_OUT=4 if out >= 8192 else 2, BLOCK_IN=block_in, SPLIT=1, STAGES=1, num_warps=4)
-    block_in = min(256 // size, max(16, triton.next_power_of_2(inner)))
-    block_out = 64 if rows > 16 or out >= 16384 else 32
+        block_in = _block(inner, 1024)
+        block_out = (4096 if out >= 8192 else 2048) // block_in
+        return dict(BLOCK_OUT=block_out, BLOCK_IN=block_in, SPLIT=1, STAGES=1, num_warps=4)
+    block_in, block_out = _block(inner, 256 // size), 64 if rows > 16 or out >= 16384 else 32
     programs, blocks = triton.cdiv(out, block_out), triton.cdiv(inner, block_in)
     split = max(
         [n for n in (1, 2, 3, 4, 6, 7, 8) if blocks % n == 0 and blocks >= 6 * n and programs * n <= 600] or [1]
@@ -116,15 +122,15 @@ def linear(x, weight, **options):
     options = settings(rows, out, inner, x.element_size()) | options
     split, block_in = options.pop("SPLIT"), options["BLOCK_IN"]
     blocks = triton.cdiv(triton.cdiv(inner, block_in), split)  # of a part
-    options |= dict(BLOCKS=blocks, EVEN=blocks * block_in * split == inner)
+    options["EVEN"] = blocks * block_in * split == inner
     y = torch.empty(*shape[:-1], out, dtype=x.dtype, device=x.device)
     sums = y if split == 1 else torch.empty(split, rows, out, dtype=torch.float32, device=x.device)
     grid = triton.cdiv(out, options["BLOCK_OUT"]), split
     if rows == 1:
-        _vector_kernel[grid](x, weight, sums, out, inner, **options)
+        _vector_kernel[grid](x, weight, sums, out, inner, blocks, **options)
     else:
         padded = max(16, triton.next_power_of_2(rows))
-        _matrix_kernel[grid](x, x.stride(0), weight, sums, rows, out, inner, ROWS=padded, **options)
+        _matrix_kernel[grid](x, x.stride(0), weight, sums, rows, out, inner, blocks, ROWS=padded, **options)
     if split > 1:
         _sum_kernel[(triton.cdiv(rows * out, 1024),)](sums, y, rows * out, split, BLOCK=1024)
     return y

@@ -163,7 +163,7 @@ def test_compiles(missing):
 
     signature = {name: kind for name, kind in SIGNATURE.items() if name not in missing}
     signature["blocks"] = () if "blocks" in missing else ("*bf16",) * 8
-    constants = dict.fromkeys(missing) | {"BLOCK": 8192, "STAGES": 4}
+    constants = dict.fromkeys(missing) | {"BLOCK": 8192, "STAGES": 4, "EARLY": False}
     constants.pop("blocks", None)
     compile_for_all(_residual_kernel, signature, constants, num_warps=8)
 

@@ -115,8 +115,8 @@ def test_what_it_refuses(backend):
             linear(x[:2], w.requires_grad_())
 
 
-VECTOR = dict(BLOCK_OUT=4, BLOCK_IN=1024, BLOCKS=7, STAGES=1)
-MATRIX = dict(BLOCK_OUT=64, BLOCK_IN=128, BLOCKS=28, STAGES=4)
+VECTOR = dict(BLOCK_OUT=4, BLOCK_IN=1024, STAGES=1)
+MATRIX = dict(BLOCK_OUT=64, BLOCK_IN=128, STAGES=4)
 
 
 @compiled_only
@@ -125,7 +125,9 @@ MATRIX = dict(BLOCK_OUT=64, BLOCK_IN=128, BLOCKS=28, STAGES=4)
 def test_compiles(dtype, even):
     from kernels.dense import _matrix_kernel, _sum_kernel, _vector_kernel
 
-    signature = dict(x=f"*{dtype}", w=f"*{dtype}", y=f"*{dtype}", x_stride="i32", rows="i32", out="i32", inner="i32")
+    signature = dict(
+        x=f"*{dtype}", w=f"*{dtype}", y=f"*{dtype}", x_stride="i32", rows="i32", out="i32", inner="i32", blocks="i32"
+    )
     compile_for_all(_vector_kernel, without(signature, "x_stride", "rows"), VECTOR | {"EVEN": even})
     options = MATRIX | {"EVEN": even, "ROWS": 16} | ({"BLOCK_IN": 64} if dtype == "fp32" else {})
     built = compile_for_all(_matrix_kernel, signature | {"y": "*fp32"}, options)
