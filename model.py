@@ -5,6 +5,8 @@
                      s = s + KDA or MLA (RMSNorm(x));   x = mixture;   s = s + MoE or MLP (RMSNorm(x))
     h = mixture over all snapshots and s;   logits = lm_head(RMSNorm(h))
 
+A sub-layer's output y is added to s where the next one begins, in the same op as the mixture and the norm.
+
 Three of four layers are KDA (kda.py), every fourth and the last are MLA (mla.py); all but the first feed-forward layer
 are MoE (moe.py). Kimi-Linear is the same model with parts switched off by config.
 """
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 import checkpoint
-from attnres import AttnRes, RMSNorm, wide
+from attnres import AttnRes, Linear, RMSNorm, residual, wide
 from cache import Batch
 from config import K3Config
 from kda import KDA
@@ -37,18 +39,16 @@ class DecoderLayer(nn.Module):
         self.self_attention_res = AttnRes(cfg) if attn_res else None
         self.mlp_res = AttnRes(cfg) if attn_res else None
 
-    def forward(self, s, blocks, batch):
-        """s [N, H]: running sum; blocks: snapshots, to which a layer at a block start appends -> the new s."""
-        if self.self_attention_res is None:
-            s = s + self.self_attn(self.input_layernorm(s), batch)
-            return s + self.ffn(self.post_attention_layernorm(s))
-        x = self.self_attention_res(blocks, s)
+    def forward(self, s, y, blocks, batch):
+        """s [N, H]: running sum; y [N, H] or None: what is still to be added to it; blocks: snapshots, to which a layer
+        at a block start appends -> s, y."""
+        s, x = residual(s, y, blocks, self.self_attention_res, self.input_layernorm)
         if self.starts_block:
             blocks.append(s)
-            s = 0
-        s = s + self.self_attn(self.input_layernorm(x), batch)
-        x = self.mlp_res(blocks, s)
-        return s + self.ffn(self.post_attention_layernorm(x))
+            s = None  # a new sum starts
+        y = self.self_attn(x, batch)
+        s, x = residual(s, y, blocks, self.mlp_res, self.post_attention_layernorm)
+        return s, self.ffn(x)
 
     def published(self):
         """Published tensor name -> the tensor that holds it."""
@@ -79,7 +79,7 @@ class MTP(nn.Module):
         super().__init__()
         H = cfg.hidden_size
         self.enorm, self.hnorm = RMSNorm(H, cfg.rms_norm_eps), RMSNorm(H, cfg.rms_norm_eps)
-        self.eh_proj = nn.Linear(2 * H, H, bias=False)
+        self.eh_proj = Linear(2 * H, H)
         self.layer = DecoderLayer(cfg, cfg.num_hidden_layers, attn_res=False)
         # Shipped and kept, but not used: the MTP layer has plain residuals.
         self.inert = nn.ModuleDict(
@@ -91,7 +91,8 @@ class MTP(nn.Module):
     def forward(self, embedded, hidden, batch):
         """embedded [N, H]: the tokens at t+1; hidden [N, H]: h at t -> x [N, H], before shared_head.norm."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        return self.layer(x, None, batch)
+        s, y = self.layer(x, None, [], batch)
+        return s + y
 
     def published(self):
         """Published tensor name -> the tensor that holds it; without the copies of embedding and head."""
@@ -118,17 +119,17 @@ class K3(nn.Module):
         )
         self.output_attn_res = AttnRes(cfg) if cfg.attn_res_block_size else None
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
+        self.lm_head = Linear(cfg.hidden_size, cfg.vocab_size)
         if cfg.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.mtp = MTP(cfg) if cfg.num_nextn_predict_layers else None
 
     def hidden(self, ids, batch):
         """ids [N] int64, the tokens of all sequences in `batch` -> h [N, H], before the final norm."""
-        s, blocks = self.embed_tokens(ids), []
+        s, y, blocks = self.embed_tokens(ids), None, []
         for layer in self.layers:
-            s = layer(s, blocks, batch)
-        return self.output_attn_res(blocks, s) if self.output_attn_res else s
+            s, y = layer(s, y, blocks, batch)
+        return residual(s, y, blocks, self.output_attn_res, None)[1]
 
     def logits(self, hidden):
         """h [..., H] -> logits [..., V] in float32."""

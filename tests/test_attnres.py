@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import norm64, rel, tiny_config, tiny_model
+from helpers import norm64, rel, tiny_model
 from torch import nn
 
-from attnres import AttnRes, attnres_mix, rms_norm
+from attnres import Linear, attnres_mix, attnres_norm, rms_norm
 from cache import Batch
 
 
@@ -40,8 +40,34 @@ def test_mix_sees_the_eps():
 
 
 def test_without_snapshots_x_is_s():
-    mix, s = AttnRes(tiny_config()), torch.randn(3, 48)
-    assert mix([], s) is s
+    s, w = torch.randn(3, 48), torch.randn(48)
+    mix, norm = (torch.randn(48), torch.randn(1, 48), 1e-5), (w, 1e-5)
+    for weights in (mix, None):
+        total, x = attnres_norm((s, None), [], weights, norm)
+        assert total is s and torch.equal(x, rms_norm(s, w, 1e-5))
+        assert attnres_norm((s, None), [], weights, None)[1] is s
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("snapshots", [0, 1, 4])
+def test_one_step_is_add_mix_norm(dtype, snapshots):
+    """The sum is rounded to the stream's dtype before it is mixed; the mixture reaches the norm unrounded."""
+    torch.manual_seed(snapshots)
+    s, y, *blocks = (torch.randn(7, 48).to(dtype) for _ in range(2 + snapshots))
+    n, p, w = (torch.randn(shape).to(dtype) for shape in (48, (1, 48), 48))
+    for terms, total in (((s, y), s + y), ((s, None), s), ((None, y), y)):
+        before = [t.clone() for t in (s, y, *blocks)]
+        got, x = attnres_norm(terms, blocks, (n, p, 1e-2), (w, 1e-5))
+        want = attnres_mix([*blocks, total], n, p, 1e-2) if blocks else total
+        assert torch.equal(got, total) and got.dtype == x.dtype == dtype
+        assert torch.equal(x, rms_norm(want, w, 1e-5))
+        assert torch.equal(attnres_norm(terms, blocks, (n, p, 1e-2), None)[1], want)
+        assert all(torch.equal(*pair) for pair in zip(before, (s, y, *blocks)))
+
+
+def test_linear():
+    layer, x = Linear(48, 13), torch.randn(2, 5, 48)
+    assert layer.bias is None and torch.equal(layer(x), x @ layer.weight.T)
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.float64, 1e-14)])
@@ -103,7 +129,7 @@ def test_residual_flow(block):
     model = stubbed(attn_res_block_size=block, num_hidden_layers=9, rms_norm_eps=1e-2, linear=layers)
     ids, got = torch.arange(13), []
     for layer in model.layers:
-        layer.register_forward_hook(lambda layer, args, s: got.append(s))
+        layer.register_forward_hook(lambda layer, args, out: got.append(sum(out)))
     h = model.hidden(ids, Batch.whole(1, 13))
     want, trace = pseudo_code(model, ids)
     assert rel(h, want) < 1e-12

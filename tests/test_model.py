@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import CASES, DATA, case, norm64, rel, tiny_config, tiny_model
 
+from attnres import attnres_mix
 from cache import Batch
 from checkpoint import tensors_to_write
 from kda import kda
@@ -17,7 +18,7 @@ from model import K3, K3Config
 def trace(model, ids):
     """logits, hidden and s after each layer of one sequence ids [T]."""
     states = []
-    hooks = [layer.register_forward_hook(lambda layer, args, s: states.append(s)) for layer in model.layers]
+    hooks = [layer.register_forward_hook(lambda layer, args, out: states.append(sum(out))) for layer in model.layers]
     with torch.no_grad():
         logits, hidden = model(ids[None], return_hidden=True)
     for hook in hooks:
@@ -78,7 +79,7 @@ def test_bf16_layer_by_layer(name):
     for n, layer in enumerate(model.layers):
         blocks = [s.bfloat16() for s in exact[:n:size]] if size else []
         with torch.no_grad():
-            got = layer(exact[n].bfloat16(), blocks, Batch.whole(1, len(exact[n])))
+            got = sum(layer(exact[n].bfloat16(), None, blocks, Batch.whole(1, len(exact[n]))))
         assert got.dtype == torch.bfloat16
         error = (got.double() - exact[n + 1]).norm(dim=-1) / exact[n + 1].norm(dim=-1)
         assert error.median() < 1e-2 and (error > 5e-2).sum() <= 8, n
@@ -187,7 +188,7 @@ def test_autocast_leaves_statistics_and_states_alone():
     model, x = tiny_model(), torch.randn(70, 48)
     layer, ids = model.layers[1], torch.arange(60)[None]
     (q, k, v, g), state = torch.randn(4, 1, 70, 3, 20) / 20, torch.randn(1, 3, 20, 20)
-    parts = [lambda: layer.ffn.gate(x), lambda: (layer.mlp_res([x.flip(0)], x),)]
+    parts = [lambda: layer.ffn.gate(x), lambda: (attnres_mix([x.flip(0), x], *layer.mlp_res.weights()),)]
     parts += [lambda: kda(q, k, v, -g.abs(), g[..., 0].sigmoid(), state)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside, logits = [part() for part in parts], model(ids)
