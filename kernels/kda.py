@@ -23,7 +23,7 @@ CHUNK = 64  # tokens; the kernels cut it into 4 blocks of 16
 TAPS = 4
 SMS = 132  # the scan is cut into groups where it has far fewer programs than this
 PREPARE = dict(num_warps=8, num_stages=1)
-SCAN = dict(num_warps=8, num_stages=2)
+SCAN = dict(num_warps=8, STAGES=2)
 SCAN_TILE = 128  # value channels per program of the scan; the output norm is a launch of its own if a head has more
 
 
@@ -39,58 +39,54 @@ def _chain_of(chains, count, chunk):
 
 
 @triton.jit
+def _interleave(x0, x1, x2, x3, D: tl.constexpr):
+    """[16, D] each, rows 4 g + m of a chunk -> [64, D]: a thread holds neighbouring rows, which makes shifts cheap."""
+    return tl.reshape(tl.permute(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (0, 2, 3, 1)), [64, D])
+
+
+@triton.jit
+def _input(x, page, at, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
+    """Raw inputs [16, D] at rows `at` of the chunk: rows of the text, which begins at row `text`, or of the page before it."""
+    row = tl.where(at[:, None] < text, page + (at - text + 3)[:, None] * TAP, x + at[:, None] * ROW)
+    there = (at < rows) & ((at >= text) | known)
+    return tl.load(row + tl.arange(0, D), mask=there[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _conv_silu(x, page, weight, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
-    """SiLU of the causal convolution of a chunk, [64, D] float32. x, page, weight: at the chunk's first row and the
-    head's first channel; text: the first row of the text, relative to the chunk's; known: whether the page holds inputs.
+    """SiLU of the causal convolution of a chunk -> [64, D] float32; behind the text's end anything finite. x, page, weight:
+    the chunk's first row, the page's and the taps of the head's first channel.
     """
-    i, ch = tl.arange(0, 64), tl.arange(0, D)
-    y = tl.zeros([64, D], tl.float32)
-    for tap in tl.static_range(4):
-        at = i + tap - 3
-        here = (at >= text) & (i < rows)
-        y += tl.load(x + at[:, None] * ROW + ch, mask=here[:, None], other=0.0).to(tl.float32) * tl.load(weight + ch * 4 + tap)
-    if text > -3:  # what lies before the text is in the page
-        for tap in tl.static_range(3):
-            at = i + tap - 3 - text
-            before = (at < 0) & (i < rows) & known
-            z = tl.load(page + (at + 3)[:, None] * TAP + ch, mask=before[:, None], other=0.0).to(tl.float32)
-            y += z * tl.load(weight + ch * 4 + tap)
+    g = 4 * tl.arange(0, 16)
+    w = tl.reshape(tl.load(weight + tl.arange(0, 4 * D)).to(tl.float32), [D, 2, 2])
+    even, odd = tl.split(w)
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    a = _input(x, page, g - 3, rows, text, known, ROW, TAP, D)
+    b = _input(x, page, g - 2, rows, text, known, ROW, TAP, D)
+    c = _input(x, page, g - 1, rows, text, known, ROW, TAP, D)
+    x0 = _input(x, page, g, rows, text, known, ROW, TAP, D)
+    x1 = _input(x, page, g + 1, rows, text, known, ROW, TAP, D)
+    x2 = _input(x, page, g + 2, rows, text, known, ROW, TAP, D)
+    x3 = _input(x, page, g + 3, rows, text, known, ROW, TAP, D)
+    y0, y1 = w0 * a + w1 * b + w2 * c + w3 * x0, w0 * b + w1 * c + w2 * x0 + w3 * x1
+    y2, y3 = w0 * c + w1 * x0 + w2 * x1 + w3 * x2, w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
+    y = _interleave(y0, y1, y2, y3, D)
     return y * tl.sigmoid(y)
 
 
 @triton.jit
-def _merge(X, A, N: tl.constexpr, s: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverses of the 2s-blocks on the diagonal of I + A from those of the s-blocks, X [2N, s, s] -> [N, 2s, 2s]:
-    the corner below the two is -lower corner upper.
-    """
-    n, half = tl.arange(0, N), tl.arange(0, 2)
-    same = n[:, None, None, None] == n[None, None, :, None]
-    corner = tl.sum(tl.where(same, tl.reshape(A, [N, 2 * s, N, 2 * s]), 0.0), 2)
-    corner = tl.sum(tl.where(half[:, None] == 0, tl.reshape(corner, [N, 2, s, 2, s]), 0.0), 3)
-    second = half[:, None, None] == 1
-    corner = tl.sum(tl.where(second, corner, 0.0), 1)
-    X = tl.reshape(X, [N, 2, s, s])
-    upper, lower = tl.sum(tl.where(second, 0.0, X), 1), tl.sum(tl.where(second, X, 0.0), 1)
-    corner = tl.dot(tl.dot(lower, corner, input_precision=PRECISION), upper, input_precision=PRECISION)
-    row, column = half[:, None, None, None], half[None, None, :, None]
-    corner = tl.where(row > column, -corner[:, None, :, None, :], 0.0)
-    return tl.reshape(tl.where(row == column, X[:, :, :, None, :], corner), [N, 2 * s, 2 * s])
-
-
-@triton.jit
-def _inverse(A, PRECISION: tl.constexpr):
-    """(I + A)^-1 of a strictly lower triangular A [64, 64], float32. By doubling, which is as stable as substitution:
-    no power of A is ever taken, so nothing grows and cancels where keys are alike.
-    """
-    block, i = tl.arange(0, 4), tl.arange(0, 16)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    A16 = tl.sum(tl.where(same, tl.reshape(A, [4, 16, 4, 16]), 0.0), 2)  # [4, 16, 16]
-    row, column = i[:, None], i[None, :]
-    X = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -A16, 0.0))
-    for level in tl.static_range(1, 4):
-        corner = tl.where((row >> level > column >> level) & (row >> level + 1 == column >> level + 1), A16, 0.0)
-        X -= tl.dot(tl.dot(X, corner, input_precision=PRECISION), X, input_precision=PRECISION)
-    return tl.reshape(_merge(_merge(X, A, 2, 16, PRECISION), A, 1, 32, PRECISION), [64, 64])
+def _log_decay(r, bias, rate, lower_bound, at, rows, ROW: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr):
+    """The gates [16, D] of rows `at` of the chunk; 0 behind its end. r: the chunk's first row."""
+    real = (at < rows)[:, None]
+    z = tl.load(r + at[:, None] * ROW + tl.arange(0, D), mask=real, other=0.0).to(tl.float32) + bias
+    if GATE == "free":
+        y = tl.exp(tl.minimum(z, 20.0))
+        log1p = tl.where(y < 0.01, y * (1 - y * (0.5 - y * (1 / 3 - y / 4))), tl.log(1 + y))
+        g = -rate * tl.where(z > 20, z, log1p)
+    else:
+        g = lower_bound * tl.sigmoid(rate * z)
+    return tl.where(real, g, 0.0)
 
 
 @triton.jit
@@ -117,54 +113,50 @@ def _exact_pairs(p, k, G):
 
 @triton.jit
 def _prepare_kernel(
-    qkv, r, b, conv_weight, A_log, dt_bias, conv, src, past, table, chains, scratch, decay, windows,
+    qkv, r, b, conv_weight, A_log, dt_bias, conv, src, past, table, chains, scratch, pairs, decay, windows,
     n_chains, lower_bound,
-    ROW: tl.constexpr, R_ROW: tl.constexpr, B_ROW: tl.constexpr, SRC: tl.constexpr, PAGE: tl.constexpr, TAP: tl.constexpr,
-    HEADS: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+    ROW: tl.constexpr, R_ROW: tl.constexpr, B_ROW: tl.constexpr, SRC: tl.constexpr, PAGE: tl.constexpr,
+    TAP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Everything of a chunk and head that does not need the state, but the inverse."""
     h, chunk = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = scratch.dtype.element_ty
-    row, rows = tl.load(table + chunk * 4), tl.load(table + chunk * 4 + 1)
+    HD: tl.constexpr = HEADS * D
+    row, rows = tl.load(table + chunk * 4).to(tl.int64), tl.load(table + chunk * 4 + 1)
     start = table + tl.load(chains + _chain_of(chains, n_chains, chunk)) * 4  # the first chunk of this text
-    text, first = tl.load(start) - row, tl.load(start + 2)
+    text, first = (tl.load(start) - row).to(tl.int32), tl.load(start + 2)
     page = tl.load(src + first * SRC)
     known = (tl.load(past + first) > 0) & (page >= 0)
-
-    i, ch, block = tl.arange(0, 64), tl.arange(0, D), tl.arange(0, 4)
-    real, row = i < rows, row.to(tl.int64)
     qkv += row * ROW + h * D
     conv += page * PAGE + h * D
     conv_weight += h * D * 4
-    HD: tl.constexpr = HEADS * D
+    i, ch, block, quad = tl.arange(0, 64), tl.arange(0, D), tl.arange(0, 4), 4 * tl.arange(0, 16)
 
     # Sums of g are taken inside blocks of 16, and of whole blocks: a difference of two long sums would lose digits.
-    z = tl.load(r + row * R_ROW + i[:, None] * R_ROW + h * D + ch, mask=real[:, None], other=0.0).to(tl.float32)
-    z += tl.load(dt_bias + h * D + ch)
-    rate = tl.exp(tl.load(A_log + h).to(tl.float32))
-    if GATE == "free":
-        y = tl.exp(tl.minimum(z, 20.0))
-        log1p = tl.where(y < 0.01, y * (1 - y * (0.5 - y * (1 / 3 - y / 4))), tl.log(1 + y))
-        g = -rate * tl.where(z > 20, z, log1p)
-    else:
-        g = lower_bound * tl.sigmoid(rate * z)
-    g = tl.reshape(tl.where(real[:, None], g, 0.0), [4, 16, D])
-    G, total = tl.cumsum(g, 1), tl.sum(g, 1)  # [4, 16, D], [4, D]
-    beta = tl.where(real, tl.sigmoid(tl.load(b + (row + i) * B_ROW + h, mask=real, other=0.0).to(tl.float32)), 0.0)
+    rate, bias = tl.exp(tl.load(A_log + h).to(tl.float32)), tl.load(dt_bias + h * D + ch).to(tl.float32)
+    r += row * R_ROW + h * D
+    g0 = _log_decay(r, bias, rate, lower_bound, quad, rows, R_ROW, D, GATE)
+    g1 = g0 + _log_decay(r, bias, rate, lower_bound, quad + 1, rows, R_ROW, D, GATE)
+    g2 = g1 + _log_decay(r, bias, rate, lower_bound, quad + 2, rows, R_ROW, D, GATE)
+    g3 = g2 + _log_decay(r, bias, rate, lower_bound, quad + 3, rows, R_ROW, D, GATE)
+    quads = tl.reshape(g3, [4, 4, D])
+    total, lead = tl.sum(quads, 1), tl.cumsum(quads, 1) - quads  # of a block [4, D]; before four tokens, from its start
+    if GATE == "bounded":  # from the middle of each 32 tokens
+        lead -= tl.where((block % 2 == 0)[:, None, None], total[:, None, :], 0.0)
+    lead = tl.reshape(lead, [16, D])
+    G = tl.reshape(_interleave(g0 + lead, g1 + lead, g2 + lead, g3 + lead, D), [4, 16, D])
 
     k = _conv_silu(qkv + HD, conv + HD, conv_weight + HD * 4, rows, text, known, ROW, TAP, D)
     k = tl.reshape(k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None], [4, 16, D])
     q = _conv_silu(qkv, conv, conv_weight, rows, text, known, ROW, TAP, D)
     q = tl.reshape(q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * D**-0.5)[:, None], [4, 16, D])
 
-    # Pair products A_ij = <k_i e^{G_i - G_j}, k_j> and P_ij with q_i. An exponent spans 16 tokens at most, or is negative.
+    # Pair products A_ij = <k_i e^{G_i - G_j}, k_j>, and P_ij with q_i. An exponent spans 16 tokens, or is negative.
     over, under = block[:, None], block[None, :]
-    if GATE == "bounded":
-        # G from the middle of i's 32 tokens: e^{-80} ... e^80 at five a token.
-        middle = over - over % 2
-        G -= tl.where((block % 2 == 0)[:, None, None], total[:, None, :], 0.0)
+    if GATE == "bounded":  # at five a token, to and back are within e^-80 and e^80
         to, back = tl.exp(G), tl.exp(-G)
-        first_half = tl.exp(tl.sum(tl.where(block[:, None] == 1, total, 0.0), 0))  # from the first middle to token 32,
-        second_half = tl.exp(tl.sum(tl.where(block[:, None] == 2, total, 0.0), 0))  # and on to the second middle
+        first_half = tl.exp(tl.sum(tl.where(over == 1, total, 0.0), 0))  # from the first middle to token 32,
+        second_half = tl.exp(tl.sum(tl.where(over == 2, total, 0.0), 0))  # and on to the second middle
         left_k, left_q, right = k * to, q * to, k * back
         near = tl.trans(tl.reshape(right.to(dtype), [64, D]))
         far = tl.trans(tl.reshape((right * first_half).to(dtype), [64, D]))
@@ -174,6 +166,7 @@ def _prepare_kernel(
         P2 = tl.dot(tl.reshape((left_q * second_half).to(dtype), [64, D]), far, input_precision=PRECISION)
         same = i[:, None] // 32 == i[None, :] // 32
         A, P = tl.where(same, A, A2), tl.where(same, P, P2)
+        middle = over - over % 2
         before, behind = _sums(total, under <= middle), _sums(total, under > middle)
     else:
         A, P = _exact_pairs(k, k, G), _exact_pairs(q, k, G)
@@ -186,32 +179,64 @@ def _prepare_kernel(
             A = tl.where(here, tl.dot(left_k, right, input_precision=PRECISION), A)
             P = tl.where(here, tl.dot(left_q, right, input_precision=PRECISION), P)
         before, behind = _sums(total, under < over), _sums(total, under > over)
+    beta = tl.sigmoid(tl.load(b + (row + i) * B_ROW + h, mask=i < rows, other=0.0).to(tl.float32))
+    beta = tl.where(i < rows, beta, 0.0)
+
+    index = chunk.to(tl.int64) * HEADS + h
+    tile, square = i[:, None] * D + ch, i[:, None] * 64 + i
+    tl.store(pairs + index * 64 * 64 + square, A * beta[:, None], mask=i[:, None] // 16 >= i // 16)
+    tl.store(decay + index * D + ch, tl.exp(tl.sum(total, 0)))
+    scratch += index * (4 * 64 * D + 2 * 64 * 64)
+    tl.store(scratch + 4 * 64 * D + square, tl.where(i[:, None] >= i, P, 0.0).to(dtype))
     to *= tl.exp(before)[:, None, :]
-    back *= tl.exp(behind)[:, None, :]
-
-    scratch += (chunk.to(tl.int64) * HEADS + h) * (4 * 64 * D + 64 * 64)
-    tile = i[:, None] * D + ch
+    tl.store(scratch + tile, (tl.reshape(k * to, [64, D]) * -beta[:, None]).to(dtype))
     tl.store(scratch + 64 * D + tile, tl.reshape(q * to, [64, D]).to(dtype))
-    tl.store(scratch + 2 * 64 * D + tile, tl.reshape(k * back, [64, D]).to(dtype))
-    tl.store(scratch + 4 * 64 * D + i[:, None] * 64 + i, tl.where(i[:, None] >= i, P, 0.0).to(dtype))
-    tl.store(decay + (chunk.to(tl.int64) * HEADS + h) * D + ch, tl.exp(tl.sum(total, 0)))
-
-    A = tl.where(i[:, None] > i, A * beta[:, None], 0.0)
-    T = (_inverse(A, INVERSE) * beta).to(dtype)
-    w = tl.dot(T, tl.reshape((k * to).to(dtype), [64, D]), input_precision=PRECISION)
-    tl.store(scratch + tile, (-w).to(dtype))
+    tl.store(scratch + 2 * 64 * D + tile, tl.reshape(k * back * tl.exp(behind)[:, None, :], [64, D]).to(dtype))
     v = _conv_silu(qkv + 2 * HD, conv + 2 * HD, conv_weight + 2 * HD * 4, rows, text, known, ROW, TAP, D)
-    u = tl.dot(tl.trans(v.to(dtype)), tl.trans(T), input_precision=PRECISION)  # [D, 64]: how the scan reads it
-    tl.store(scratch + 3 * 64 * D + ch[:, None] * 64 + i, u.to(dtype))
+    tl.store(scratch + 3 * 64 * D + ch[:, None] * 64 + i, tl.trans((v * beta[:, None]).to(dtype)))
 
     if tl.load(table + chunk * 4 + 3) != 0:  # the last inputs of a sequence; only the scan may write pages
-        m = tl.arange(0, 4)[:, None]
-        at = rows - 3 + m
-        windows += tl.load(table + chunk * 4 + 2).to(tl.int64) * 9 * HD + h * D
+        windows += tl.load(table + chunk * 4 + 2).to(tl.int64) * 3 * 3 * HD + h * D
+        m = tl.arange(0, 4)
         for x in tl.static_range(3):
-            new = tl.load(qkv + at * ROW + x * HD + ch, mask=(m < 3) & (at >= text), other=0.0)
-            old = tl.load(conv + (at - text + 3) * TAP + x * HD + ch, mask=(m < 3) & (at < text) & known, other=0.0)
-            tl.store(windows + m * 3 * HD + x * HD + ch, tl.where(at >= text, new, old), mask=m < 3)
+            window = _input(qkv + x * HD, conv + x * HD, rows - 3 + m, rows, text, known, ROW, TAP, D)
+            tl.store(windows + (m[:, None] * 3 + x) * HD + ch, window.to(dtype), mask=m[:, None] < 3)
+
+
+@triton.jit
+def _inverse_kernel(pairs, scratch, HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
+    """T = (I + A)^-1 of the strictly lower triangles A [64, 64] in float32, rounded at the end. By doubling of the blocks
+    whose inverse is known, which is as stable as substitution: no power of A is ever taken, so nothing grows and cancels
+    where keys are alike.
+    """
+    index = tl.program_id(1).to(tl.int64) * HEADS + tl.program_id(0)
+    A = pairs + index * 64 * 64
+    T = scratch + index * (4 * 64 * D + 2 * 64 * 64) + 4 * 64 * D + 64 * 64
+    dtype: tl.constexpr = scratch.dtype.element_ty
+    i, j, n = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], tl.arange(0, 4)[:, None, None]
+    diagonal = tl.load(A + (16 * n + i) * 64 + 16 * n + j)  # [4, 16, 16]
+    X = tl.where(i == j, 1.0, tl.where((i > j) & (i // 2 == j // 2), -diagonal, 0.0))
+    for level in tl.static_range(1, 4):
+        corner = tl.where((i >> level > j >> level) & (i >> level + 1 == j >> level + 1), diagonal, 0.0)
+        X -= tl.dot(tl.dot(X, corner, input_precision=PRECISION), X, input_precision=PRECISION)
+
+    n, half = tl.arange(0, 2)[:, None, None], tl.arange(0, 2)
+    corner = tl.load(A + (32 * n + 16 + i) * 64 + 32 * n + j)  # [2, 16, 16]
+    X = tl.reshape(X, [2, 2, 16, 16])
+    second = half[:, None, None] == 1
+    upper, lower = tl.sum(tl.where(second, 0.0, X), 1), tl.sum(tl.where(second, X, 0.0), 1)
+    corner = tl.dot(tl.dot(lower, corner, input_precision=PRECISION), upper, input_precision=PRECISION)
+    row, column = half[:, None, None, None], half[None, None, :, None]
+    corner = tl.where(row > column, -corner[:, None, :, None, :], 0.0)
+    X = tl.reshape(tl.where(row == column, X[:, :, :, None, :], corner), [2, 32, 32])
+
+    i, j = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    corner = tl.load(A + (32 + i) * 64 + j)  # [32, 32]
+    upper, lower = tl.sum(tl.where(second, 0.0, X), 0), tl.sum(tl.where(second, X, 0.0), 0)
+    corner = tl.dot(tl.dot(lower, corner, input_precision=PRECISION), upper, input_precision=PRECISION)
+    tl.store(T + (32 * n + i) * 64 + 32 * n + j, X.to(dtype))
+    tl.store(T + (32 + i) * 64 + j, (-corner).to(dtype))
+    tl.store(T + i * 64 + 32 + j, tl.zeros([32, 32], dtype))
 
 
 @triton.jit
@@ -234,7 +259,7 @@ def _page_state(S, src, past, seq, at, SRC: tl.constexpr, PAGE: tl.constexpr):
 def _scan_kernel(
     scratch, decay, gate, out, o_norm, S, conv, windows, states, src, dst, past, table, chains, groups, eps,
     GATE_ROW: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr, PAGE: tl.constexpr, CONV: tl.constexpr, TAP: tl.constexpr,
-    HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """MODE "pages": whole texts; "maps": groups, as maps; "entered": groups, from the states they are entered with.
 
@@ -257,17 +282,19 @@ def _scan_kernel(
     else:
         state = tl.where((v[:, None] == ch) & (tile * TILE >= D), 1.0, 0.0)
 
-    for chunk in range(first, end):
+    for chunk in tl.range(first, end, num_stages=STAGES):
         index = chunk * HEADS + head
-        this = scratch + index * (4 * 64 * D + 64 * 64)
+        this = scratch + index * (4 * 64 * D + 2 * 64 * 64)
         w = tl.load(this + i[:, None] * D + ch)
         k = tl.load(this + 2 * 64 * D + i[:, None] * D + ch)
-        u = tl.load(this + 3 * 64 * D + v[:, None] * 64 + i)
+        value = tl.load(this + 3 * 64 * D + v[:, None] * 64 + i)
+        T = tl.load(this + 4 * 64 * D + 64 * 64 + i[:, None] * 64 + i)
         if MODE == "maps":
-            u = tl.where(lone, u, 0.0)
+            value = tl.where(lone, value, 0.0)
         kept = tl.load(decay + index * D + ch)
         left = state.to(dtype)
-        U = tl.dot(left, tl.trans(w), acc=u.to(tl.float32), input_precision=PRECISION).to(dtype)
+        error = tl.dot(left, tl.trans(w), acc=value.to(tl.float32), input_precision=PRECISION).to(dtype)
+        U = tl.dot(error, tl.trans(T), input_precision=PRECISION).to(dtype)
         if MODE != "maps":
             row, rows = tl.load(table + chunk * 4).to(tl.int64), tl.load(table + chunk * 4 + 1)
             to = i[:, None] * GATE_ROW + v
@@ -354,17 +381,19 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     (N, HD), heads, d = gate.shape, S.shape[1], S.shape[-1]
     table, chains = part.chunks(CHUNK)
     chunks, texts, new = len(table), len(chains) - 1, qkv.new_empty
-    scratch, out = new(chunks, heads, 4 * CHUNK * d + CHUNK * CHUNK), new(N, HD)
+    scratch, out = new(chunks, heads, 4 * CHUNK * d + 2 * CHUNK * CHUNK), new(N, HD)
+    pairs = new(chunks, heads, CHUNK, CHUNK, dtype=torch.float32)
     windows = new(len(part.lengths), TAPS - 1, 3 * HD)
     decay = new(chunks, heads, d, dtype=torch.float32)
-    narrow = qkv.dtype == torch.bfloat16
     gate_kind = "free" if not w.lower_bound else "bounded" if w.lower_bound >= -5 else "deep"
     _prepare_kernel[heads, chunks](
-        qkv, r, b, w.conv, w.A_log, w.dt_bias, conv, src, part.past, table, chains, scratch, decay, windows,
+        qkv, r, b, w.conv, w.A_log, w.dt_bias, conv, src, part.past, table, chains, scratch, pairs, decay, windows,
         texts, w.lower_bound or 0.0,
         qkv.stride(0), r.stride(0), b.stride(0), src.stride(0), conv.stride(0), conv.stride(1),
-        heads, d, gate_kind, "ieee", "tf32x3" if narrow and not torch.version.hip else "ieee", **PREPARE,
+        heads, d, gate_kind, "ieee", **PREPARE,
     )  # fmt: skip
+    precision = "tf32x3" if qkv.dtype == torch.bfloat16 and not torch.version.hip else "ieee"
+    _inverse_kernel[heads, chunks](pairs, scratch, heads, d, precision, num_warps=1)
     length, groups = groups_of(texts, heads, _longest(part))
     tile = min(d, SCAN_TILE)
 
