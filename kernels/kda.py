@@ -1,0 +1,425 @@
+"""Triton kernels of Kimi Delta Attention (formulas: kda.py, `kda_chunked`; Kimi Linear report, arXiv 2510.26692).
+
+`kda_prefill`: sequences of any lengths, cut into chunks of 64 tokens. What does not need the state is done for all chunks
+at once, and only three products per chunk remain for the ordered part:
+
+    prepare   grid chunks x heads    conv, SiLU, l2norm, gates, pair products, the inverse T = (I + A)^-1; per chunk
+                                     w = -T beta (k e^G),  u = T beta v,  q e^G,  k e^{G_C - G},  P,  e^{G_C}
+    scan      grid texts x heads     the state stays in registers:
+                                     U = u + w S,   o = (q e^G) S + P U,   S = e^{G_C} S + (k e^{G_C - G})^T U
+
+Few long texts leave most of a GPU idle in the scan. Then a text is cut into groups of chunks, a group being a linear map
+S -> M S + N: all maps at once (the scan itself, from S = I without u and from S = 0), one ordered pass over the groups
+(`carry`), and the scan of all groups at once from the states they are entered with.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+import kernels
+
+CHUNK = 64  # tokens; the kernels cut it into 4 blocks of 16
+TAPS = 4
+SMS = 132  # the scan is cut into groups where it has far fewer programs than this
+PREPARE = dict(num_warps=8, num_stages=1)
+SCAN = dict(num_warps=8, STAGES=2)
+SCAN_TILE = 128  # value channels per program of the scan; the output norm is a launch of its own if a head has more
+
+
+@triton.jit
+def _chain_of(chains, count, chunk):
+    """The text that a chunk belongs to: the last i with chains[i] <= chunk."""
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        below = tl.load(chains + middle) <= chunk
+        low, high = tl.where(below, middle, low), tl.where(below, high, middle)
+    return low
+
+
+@triton.jit
+def _interleave(x0, x1, x2, x3, D: tl.constexpr):
+    """[16, D] each, rows 4 g + m of a chunk -> [64, D]: a thread holds neighbouring rows, which makes shifts cheap."""
+    return tl.reshape(tl.permute(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (0, 2, 3, 1)), [64, D])
+
+
+@triton.jit
+def _input(x, page, at, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
+    """Raw inputs [16, D] at rows `at` of the chunk: rows of the text, which begins at row `text`, or of the page before it."""
+    row = tl.where(at[:, None] < text, page + (at - text + 3)[:, None] * TAP, x + at[:, None] * ROW)
+    there = (at < rows) & ((at >= text) | known)
+    return tl.load(row + tl.arange(0, D), mask=there[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _conv_silu(x, page, weight, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
+    """SiLU of the causal convolution of a chunk -> [64, D] float32; behind the text's end anything finite. x, page, weight:
+    the chunk's first row, the page's and the taps of the head's first channel.
+    """
+    g = 4 * tl.arange(0, 16)
+    w = tl.reshape(tl.load(weight + tl.arange(0, 4 * D)).to(tl.float32), [D, 2, 2])
+    even, odd = tl.split(w)
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    a = _input(x, page, g - 3, rows, text, known, ROW, TAP, D)
+    b = _input(x, page, g - 2, rows, text, known, ROW, TAP, D)
+    c = _input(x, page, g - 1, rows, text, known, ROW, TAP, D)
+    x0 = _input(x, page, g, rows, text, known, ROW, TAP, D)
+    x1 = _input(x, page, g + 1, rows, text, known, ROW, TAP, D)
+    x2 = _input(x, page, g + 2, rows, text, known, ROW, TAP, D)
+    x3 = _input(x, page, g + 3, rows, text, known, ROW, TAP, D)
+    y0, y1 = w0 * a + w1 * b + w2 * c + w3 * x0, w0 * b + w1 * c + w2 * x0 + w3 * x1
+    y2, y3 = w0 * c + w1 * x0 + w2 * x1 + w3 * x2, w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
+    y = _interleave(y0, y1, y2, y3, D)
+    return y * tl.sigmoid(y)
+
+
+@triton.jit
+def _log_decay(r, bias, rate, lower_bound, at, rows, ROW: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr):
+    """The gates [16, D] of rows `at` of the chunk; 0 behind its end. r: the chunk's first row."""
+    real = (at < rows)[:, None]
+    z = tl.load(r + at[:, None] * ROW + tl.arange(0, D), mask=real, other=0.0).to(tl.float32) + bias
+    if GATE == "free":
+        y = tl.exp(tl.minimum(z, 20.0))
+        log1p = tl.where(y < 0.01, y * (1 - y * (0.5 - y * (1 / 3 - y / 4))), tl.log(1 + y))
+        g = -rate * tl.where(z > 20, z, log1p)
+    else:
+        g = lower_bound * tl.sigmoid(rate * z)
+    return tl.where(real, g, 0.0)
+
+
+@triton.jit
+def _sums(total, which):
+    """total [4, D], which [4, 4]: for each block a, the sum of the totals of the blocks b with which[a, b]."""
+    return tl.sum(tl.where(which[:, :, None], total[None, :, :], 0.0), 1)
+
+
+@triton.jit
+def _exact_pairs(p, k, G):
+    """Inside the blocks of 16, p, k, G [4, 16, D]: sum over channels of p_i e^{G_i - G_j} k_j -> [64, 64], zero elsewhere.
+    The difference comes before the exponential: without a bound on the gates no split of it is safe.
+    """
+    i, block = tl.arange(0, 16), tl.arange(0, 4)
+    pairs = tl.zeros([4, 16, 16], tl.float32)
+    for j in range(16):
+        at = (i == j)[:, None]
+        G_j, k_j = tl.sum(tl.where(at, G, 0.0), 1), tl.sum(tl.where(at, k, 0.0), 1)
+        column = tl.sum(p * k_j[:, None, :] * tl.exp(tl.minimum(G - G_j[:, None, :], 0.0)), 2)
+        pairs = tl.where(i == j, column[:, :, None], pairs)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    return tl.reshape(tl.where(same, pairs[:, :, None, :], 0.0), [64, 64])
+
+
+@triton.jit
+def _prepare_kernel(
+    qkv, r, b, conv_weight, A_log, dt_bias, conv, src, past, table, chains, scratch, pairs, decay, windows,
+    n_chains, lower_bound,
+    ROW: tl.constexpr, R_ROW: tl.constexpr, B_ROW: tl.constexpr, SRC: tl.constexpr, PAGE: tl.constexpr,
+    TAP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Everything of a chunk and head that does not need the state, but the inverse."""
+    h, chunk = tl.program_id(0), tl.program_id(1)
+    dtype: tl.constexpr = scratch.dtype.element_ty
+    HD: tl.constexpr = HEADS * D
+    row, rows = tl.load(table + chunk * 4).to(tl.int64), tl.load(table + chunk * 4 + 1)
+    start = table + tl.load(chains + _chain_of(chains, n_chains, chunk)) * 4  # the first chunk of this text
+    text, first = (tl.load(start) - row).to(tl.int32), tl.load(start + 2)
+    page = tl.load(src + first * SRC)
+    known = (tl.load(past + first) > 0) & (page >= 0)
+    qkv += row * ROW + h * D
+    conv += page * PAGE + h * D
+    conv_weight += h * D * 4
+    i, ch, block, quad = tl.arange(0, 64), tl.arange(0, D), tl.arange(0, 4), 4 * tl.arange(0, 16)
+
+    # Sums of g are taken inside blocks of 16, and of whole blocks: a difference of two long sums would lose digits.
+    rate, bias = tl.exp(tl.load(A_log + h).to(tl.float32)), tl.load(dt_bias + h * D + ch).to(tl.float32)
+    r += row * R_ROW + h * D
+    g0 = _log_decay(r, bias, rate, lower_bound, quad, rows, R_ROW, D, GATE)
+    g1 = g0 + _log_decay(r, bias, rate, lower_bound, quad + 1, rows, R_ROW, D, GATE)
+    g2 = g1 + _log_decay(r, bias, rate, lower_bound, quad + 2, rows, R_ROW, D, GATE)
+    g3 = g2 + _log_decay(r, bias, rate, lower_bound, quad + 3, rows, R_ROW, D, GATE)
+    quads = tl.reshape(g3, [4, 4, D])
+    total, lead = tl.sum(quads, 1), tl.cumsum(quads, 1) - quads  # of a block [4, D]; before four tokens, from its start
+    if GATE == "bounded":  # from the middle of each 32 tokens
+        lead -= tl.where((block % 2 == 0)[:, None, None], total[:, None, :], 0.0)
+    lead = tl.reshape(lead, [16, D])
+    G = tl.reshape(_interleave(g0 + lead, g1 + lead, g2 + lead, g3 + lead, D), [4, 16, D])
+
+    k = _conv_silu(qkv + HD, conv + HD, conv_weight + HD * 4, rows, text, known, ROW, TAP, D)
+    k = tl.reshape(k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None], [4, 16, D])
+    q = _conv_silu(qkv, conv, conv_weight, rows, text, known, ROW, TAP, D)
+    q = tl.reshape(q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * D**-0.5)[:, None], [4, 16, D])
+
+    # Pair products A_ij = <k_i e^{G_i - G_j}, k_j>, and P_ij with q_i. An exponent spans 16 tokens, or is negative.
+    over, under = block[:, None], block[None, :]
+    if GATE == "bounded":  # at five a token, to and back are within e^-80 and e^80
+        to, back = tl.exp(G), tl.exp(-G)
+        first_half = tl.exp(tl.sum(tl.where(over == 1, total, 0.0), 0))  # from the first middle to token 32,
+        second_half = tl.exp(tl.sum(tl.where(over == 2, total, 0.0), 0))  # and on to the second middle
+        left_k, left_q, right = k * to, q * to, k * back
+        near = tl.trans(tl.reshape(right.to(dtype), [64, D]))
+        far = tl.trans(tl.reshape((right * first_half).to(dtype), [64, D]))
+        A = tl.dot(tl.reshape(left_k.to(dtype), [64, D]), near, input_precision=PRECISION)
+        P = tl.dot(tl.reshape(left_q.to(dtype), [64, D]), near, input_precision=PRECISION)
+        A2 = tl.dot(tl.reshape((left_k * second_half).to(dtype), [64, D]), far, input_precision=PRECISION)
+        P2 = tl.dot(tl.reshape((left_q * second_half).to(dtype), [64, D]), far, input_precision=PRECISION)
+        same = i[:, None] // 32 == i[None, :] // 32
+        A, P = tl.where(same, A, A2), tl.where(same, P, P2)
+        middle = over - over % 2
+        before, behind = _sums(total, under <= middle), _sums(total, under > middle)
+    else:
+        A, P = _exact_pairs(k, k, G), _exact_pairs(q, k, G)
+        to, back = tl.exp(G), tl.exp(total[:, None, :] - G)
+        left_k, left_q = tl.reshape((k * to).to(dtype), [64, D]), tl.reshape((q * to).to(dtype), [64, D])
+        for a in tl.static_range(1, 4):  # the exponent is split at the start of i's block, a
+            between = tl.exp(_sums(total, (under > over) & (under < a)))
+            right = tl.trans(tl.reshape((k * back * between[:, None, :]).to(dtype), [64, D]))
+            here = (i[:, None] // 16 == a) & (i[None, :] // 16 < a)
+            A = tl.where(here, tl.dot(left_k, right, input_precision=PRECISION), A)
+            P = tl.where(here, tl.dot(left_q, right, input_precision=PRECISION), P)
+        before, behind = _sums(total, under < over), _sums(total, under > over)
+    beta = tl.sigmoid(tl.load(b + (row + i) * B_ROW + h, mask=i < rows, other=0.0).to(tl.float32))
+    beta = tl.where(i < rows, beta, 0.0)
+
+    index = chunk.to(tl.int64) * HEADS + h
+    tile, square = i[:, None] * D + ch, i[:, None] * 64 + i
+    tl.store(pairs + index * 64 * 64 + square, A * beta[:, None], mask=i[:, None] // 16 >= i // 16)
+    tl.store(decay + index * D + ch, tl.exp(tl.sum(total, 0)))
+    scratch += index * (4 * 64 * D + 2 * 64 * 64)
+    tl.store(scratch + 4 * 64 * D + square, tl.where(i[:, None] >= i, P, 0.0).to(dtype))
+    to *= tl.exp(before)[:, None, :]
+    tl.store(scratch + tile, (tl.reshape(k * to, [64, D]) * -beta[:, None]).to(dtype))
+    tl.store(scratch + 64 * D + tile, tl.reshape(q * to, [64, D]).to(dtype))
+    tl.store(scratch + 2 * 64 * D + tile, tl.reshape(k * back * tl.exp(behind)[:, None, :], [64, D]).to(dtype))
+    v = _conv_silu(qkv + 2 * HD, conv + 2 * HD, conv_weight + 2 * HD * 4, rows, text, known, ROW, TAP, D)
+    tl.store(scratch + 3 * 64 * D + ch[:, None] * 64 + i, tl.trans((v * beta[:, None]).to(dtype)))
+
+    if tl.load(table + chunk * 4 + 3) != 0:  # the last inputs of a sequence; only the scan may write pages
+        windows += tl.load(table + chunk * 4 + 2).to(tl.int64) * 3 * 3 * HD + h * D
+        m = tl.arange(0, 4)
+        for x in tl.static_range(3):
+            window = _input(qkv + x * HD, conv + x * HD, rows - 3 + m, rows, text, known, ROW, TAP, D)
+            tl.store(windows + (m[:, None] * 3 + x) * HD + ch, window.to(dtype), mask=m[:, None] < 3)
+
+
+@triton.jit
+def _inverse_kernel(pairs, scratch, HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
+    """T = (I + A)^-1 of the strictly lower triangles A [64, 64] in float32, rounded at the end. By doubling of the blocks
+    whose inverse is known, which is as stable as substitution: no power of A is ever taken, so nothing grows and cancels
+    where keys are alike.
+    """
+    index = tl.program_id(1).to(tl.int64) * HEADS + tl.program_id(0)
+    A = pairs + index * 64 * 64
+    T = scratch + index * (4 * 64 * D + 2 * 64 * 64) + 4 * 64 * D + 64 * 64
+    dtype: tl.constexpr = scratch.dtype.element_ty
+    i, j, n = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], tl.arange(0, 4)[:, None, None]
+    diagonal = tl.load(A + (16 * n + i) * 64 + 16 * n + j)  # [4, 16, 16]
+    X = tl.where(i == j, 1.0, tl.where((i > j) & (i // 2 == j // 2), -diagonal, 0.0))
+    for level in tl.static_range(1, 4):
+        corner = tl.where((i >> level > j >> level) & (i >> level + 1 == j >> level + 1), diagonal, 0.0)
+        X -= tl.dot(tl.dot(X, corner, input_precision=PRECISION), X, input_precision=PRECISION)
+
+    n, half = tl.arange(0, 2)[:, None, None], tl.arange(0, 2)
+    corner = tl.load(A + (32 * n + 16 + i) * 64 + 32 * n + j)  # [2, 16, 16]
+    X = tl.reshape(X, [2, 2, 16, 16])
+    second = half[:, None, None] == 1
+    upper, lower = tl.sum(tl.where(second, 0.0, X), 1), tl.sum(tl.where(second, X, 0.0), 1)
+    corner = tl.dot(tl.dot(lower, corner, input_precision=PRECISION), upper, input_precision=PRECISION)
+    row, column = half[:, None, None, None], half[None, None, :, None]
+    corner = tl.where(row > column, -corner[:, None, :, None, :], 0.0)
+    X = tl.reshape(tl.where(row == column, X[:, :, :, None, :], corner), [2, 32, 32])
+
+    i, j = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    corner = tl.load(A + (32 + i) * 64 + j)  # [32, 32]
+    upper, lower = tl.sum(tl.where(second, 0.0, X), 0), tl.sum(tl.where(second, X, 0.0), 0)
+    corner = tl.dot(tl.dot(lower, corner, input_precision=PRECISION), upper, input_precision=PRECISION)
+    tl.store(T + (32 * n + i) * 64 + 32 * n + j, X.to(dtype))
+    tl.store(T + (32 + i) * 64 + j, (-corner).to(dtype))
+    tl.store(T + i * 64 + 32 + j, tl.zeros([32, 32], dtype))
+
+
+@triton.jit
+def _group(table, chains, groups, LENGTH: tl.constexpr):
+    """This program's chunks [first, end), and the first sequence of their text."""
+    group = tl.program_id(2)
+    begin, end = tl.load(chains + group // groups), tl.load(chains + group // groups + 1)
+    first = tl.minimum(begin + group % groups * LENGTH, end)
+    return first, tl.minimum(first + LENGTH, end), tl.load(table + begin * 4 + 2)
+
+
+@triton.jit
+def _page_state(S, src, past, seq, at, SRC: tl.constexpr, PAGE: tl.constexpr):
+    """The state that a text starts from, zero where it has no past."""
+    page = tl.load(src + seq * SRC)
+    return tl.load(S + page * PAGE + at, mask=(tl.load(past + seq) > 0) & (page >= 0) & (at >= 0), other=0.0)
+
+
+@triton.jit
+def _scan_kernel(
+    scratch, decay, gate, out, o_norm, S, conv, windows, states, src, dst, past, table, chains, groups, eps,
+    GATE_ROW: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr, PAGE: tl.constexpr, CONV: tl.constexpr, TAP: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """MODE "pages": whole texts; "maps": groups, as maps; "entered": groups, from the states they are entered with.
+
+    All is transposed, S^T [d_v, d_k]: then the state and U are left operands, and go from product to product in registers.
+    """
+    tile, h = tl.program_id(0), tl.program_id(1)
+    dtype: tl.constexpr = scratch.dtype.element_ty
+    HD: tl.constexpr = HEADS * D
+    first, end, seq = _group(table, chains, groups, LENGTH)
+    head = h.to(tl.int64)
+    i, ch = tl.arange(0, 64), tl.arange(0, D)
+    lone = tile * TILE < D  # "maps" has two sets of tiles: N, from a zero state, and M, from the identity without u
+    v = tile * TILE % D + tl.arange(0, TILE)
+    states += (tl.program_id(2).to(tl.int64) * HEADS + h) * 3 * D * D + v[:, None] * D + ch
+    at = h * D * D + ch * D + v[:, None]  # of a page
+    if MODE == "pages":
+        state = _page_state(S, src, past, seq, at, SRC, PAGE)
+    elif MODE == "entered":
+        state = tl.load(states + 2 * D * D)
+    else:
+        state = tl.where((v[:, None] == ch) & (tile * TILE >= D), 1.0, 0.0)
+
+    for chunk in tl.range(first, end, num_stages=STAGES):
+        index = chunk * HEADS + head
+        this = scratch + index * (4 * 64 * D + 2 * 64 * 64)
+        w = tl.load(this + i[:, None] * D + ch)
+        k = tl.load(this + 2 * 64 * D + i[:, None] * D + ch)
+        value = tl.load(this + 3 * 64 * D + v[:, None] * 64 + i)
+        T = tl.load(this + 4 * 64 * D + 64 * 64 + i[:, None] * 64 + i)
+        if MODE == "maps":
+            value = tl.where(lone, value, 0.0)
+        kept = tl.load(decay + index * D + ch)
+        left = state.to(dtype)
+        error = tl.dot(left, tl.trans(w), acc=value.to(tl.float32), input_precision=PRECISION).to(dtype)
+        U = tl.dot(error, tl.trans(T), input_precision=PRECISION).to(dtype)
+        if MODE != "maps":
+            row, rows = tl.load(table + chunk * 4).to(tl.int64), tl.load(table + chunk * 4 + 1)
+            to = i[:, None] * GATE_ROW + v
+            if TILE == D:
+                z = tl.load(gate + row * GATE_ROW + h * D + to, mask=(i < rows)[:, None], other=0.0)
+            q = tl.load(this + 64 * D + i[:, None] * D + ch)
+            P = tl.load(this + 4 * 64 * D + i[:, None] * 64 + i)
+            o = tl.dot(left, tl.trans(q), input_precision=PRECISION)
+            o = tl.dot(U, tl.trans(P), acc=o, input_precision=PRECISION)
+        state = tl.dot(U, k, acc=state * kept, input_precision=PRECISION)
+        if MODE != "maps":
+            if TILE == D:
+                o *= tl.rsqrt(tl.sum(o * o, 0) / D + eps)
+                o *= tl.load(o_norm + v)[:, None]
+                y = tl.trans(o) * tl.sigmoid(z.to(tl.float32))
+            else:
+                y = tl.trans(o)
+            tl.store(out + (row + i[:, None]) * HD + h * D + v, y.to(dtype), mask=(i < rows)[:, None])
+            if tl.load(table + chunk * 4 + 3) != 0:
+                seq = tl.load(table + chunk * 4 + 2)
+                page = tl.load(dst + seq * DST)
+                tl.store(S + page * PAGE + at, state, mask=(page >= 0) & (at >= 0))
+                if tile == 0:
+                    m = tl.arange(0, 4)[:, None]
+                    for x in tl.static_range(3):
+                        window = tl.load(windows + (seq.to(tl.int64) * 3 + m) * 3 * HD + x * HD + h * D + ch, mask=m < 3)
+                        tl.store(conv + page * CONV + m * TAP + x * HD + h * D + ch, window, mask=(m < 3) & (page >= 0))
+    if MODE == "maps":
+        tl.store(states + tl.where(lone, 0, D * D), state)
+
+
+@triton.jit
+def _carry_kernel(
+    states, S, src, past, table, chains, groups,
+    SRC: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """The states that a text's groups are entered with, from their maps: S^T = S^T M^T + N^T, in float32."""
+    h, text = tl.program_id(1), tl.program_id(2)
+    v, ch = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, D)
+    begin, end = tl.load(chains + text), tl.load(chains + text + 1)
+    at = h * D * D + ch * D + v[:, None]
+    state = _page_state(S, src, past, tl.load(table + begin * 4 + 2), at, SRC, PAGE)
+    states += (text * groups.to(tl.int64) * HEADS + h) * 3 * D * D
+    for _ in range(tl.cdiv(end - begin, LENGTH)):
+        tl.store(states + 2 * D * D + v[:, None] * D + ch, state)
+        M = tl.load(states + D * D + ch[:, None] * D + ch)
+        state = tl.dot(state, M, acc=tl.load(states + v[:, None] * D + ch), input_precision="ieee")
+        states += HEADS * 3 * D * D
+
+
+@triton.jit
+def _norm_kernel(out, gate, o_norm, N, eps, GATE_ROW: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """RMSNorm(o) * sigmoid(gate) in place, where several programs of the scan made a head."""
+    row, ch = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, D)
+    at, real = tl.program_id(0) * D + ch, row < N
+    o = tl.load(out + row * HEADS * D + at, mask=real, other=0.0).to(tl.float32)
+    z = tl.load(gate + row * GATE_ROW + at, mask=real, other=0.0).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(o * o, 1) / D + eps)[:, None] * tl.load(o_norm + ch)
+    tl.store(out + row * HEADS * D + at, (o * tl.sigmoid(z)).to(out.dtype.element_ty), mask=real)
+
+
+def groups_of(texts, heads, chunks):
+    """-> chunks per group and groups per text, for texts of at most so many chunks; 1 group: one pass is faster."""
+    groups = min(SMS // (texts * heads), chunks // 4)
+    length = -(-chunks // groups) if groups > 3 else chunks
+    return length, -(-chunks // length)
+
+
+def why_not(qkv, gate, r, b, w, S, conv, src, dst, part):
+    d, inputs = S.shape[-1], (qkv, gate, r, b, conv)
+    if qkv.dtype not in (torch.float32, torch.bfloat16) or any(t.dtype != qkv.dtype for t in inputs):
+        return f"its kernels take inputs in float32 or bfloat16, not {', '.join(str(t.dtype) for t in inputs)}"
+    if S.dtype != torch.float32 or d not in (32, 64, 128):
+        return f"its kernels take float32 states and head_dim 32, 64 or 128, not {S.dtype} and {d}"
+    if w.conv.shape[1] != TAPS:
+        return f"its kernels have {TAPS} conv taps, not {w.conv.shape[1]}"
+    if any(t.stride(-1) != 1 for t in inputs) or S.stride()[1:] != (d * d, d, 1):
+        return "rows and states must be contiguous"
+    return None
+
+
+@kernels.implement("kda_prefill", "triton", why_not)
+def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
+    (N, HD), heads, d = gate.shape, S.shape[1], S.shape[-1]
+    table, chains = part.chunks(CHUNK)
+    chunks, texts, new = len(table), len(chains) - 1, qkv.new_empty
+    scratch, out = new(chunks, heads, 4 * CHUNK * d + 2 * CHUNK * CHUNK), new(N, HD)
+    pairs = new(chunks, heads, CHUNK, CHUNK, dtype=torch.float32)
+    windows = new(len(part.lengths), TAPS - 1, 3 * HD)
+    decay = new(chunks, heads, d, dtype=torch.float32)
+    gate_kind = "free" if not w.lower_bound else "bounded" if w.lower_bound >= -5 else "deep"
+    _prepare_kernel[heads, chunks](
+        qkv, r, b, w.conv, w.A_log, w.dt_bias, conv, src, part.past, table, chains, scratch, pairs, decay, windows,
+        texts, w.lower_bound or 0.0,
+        qkv.stride(0), r.stride(0), b.stride(0), src.stride(0), conv.stride(0), conv.stride(1),
+        heads, d, gate_kind, "ieee", **PREPARE,
+    )  # fmt: skip
+    precision = "tf32x3" if qkv.dtype == torch.bfloat16 and not torch.version.hip else "ieee"
+    _inverse_kernel[heads, chunks](pairs, scratch, heads, d, precision, num_warps=1)
+    length, groups = groups_of(texts, heads, _longest(part))
+    tile = min(d, SCAN_TILE)
+
+    def scan(mode, tiles):
+        _scan_kernel[tiles, heads, texts * groups](
+            scratch, decay, gate, out, w.o_norm, S, conv, windows, states, src, dst, part.past, table, chains, groups, w.eps,
+            gate.stride(0), src.stride(0), dst.stride(0), S.stride(0), conv.stride(0), conv.stride(1),
+            heads, d, tile, length, mode, "ieee", **SCAN,
+        )  # fmt: skip
+
+    states = new(texts * groups if groups > 1 else 0, heads, 3, d, d, dtype=torch.float32)
+    if groups > 1:
+        scan("maps", 2 * d // tile)
+        _carry_kernel[d // 32, heads, texts](
+            states, S, src, part.past, table, chains, groups, src.stride(0), S.stride(0), heads, d, 32, length, num_stages=1
+        )
+    scan("entered" if groups > 1 else "pages", d // tile)
+    if tile < d:
+        _norm_kernel[heads, triton.cdiv(N, 32)](out, gate, w.o_norm, N, w.eps, gate.stride(0), heads, d, 32)
+    return out
+
+
+def _longest(part):
+    """Chunks of the longest text."""
+    longest = chunks = 0
+    for length, follows in zip(part.lengths, part.follows):
+        chunks = (chunks if follows else 0) - -length // CHUNK
+        longest = max(longest, chunks)
+    return longest
