@@ -97,19 +97,24 @@ def _step(
     x3, y3, r3, b3 = _token(qkv, r, b, cqk, cv, cr, head, steps > 0)
     rate, bias = tl.exp(tl.load(A_log + head).to(tl.float32)), tl.load(dt_bias + cr).to(tl.float32)
 
+    if out is not None:
+        norm = tl.load(o_norm + iv)
+
     for t in range(T):
         if t < steps:
             qkv, r, b = qkv + qkv_row, r + r_row, b + b_row
             x4, y4, r4, b4 = _token(qkv, r, b, cqk, cv, cr, head, t + 1 < steps)  # the next token's, ahead of their use
+            if out is not None:
+                opening = tl.load(gate + t * gate_row + iv)
+            qk = _conv_silu(x0, x1, x2, x3, weight, cqk)
+            v = _conv_silu(y0, y1, y2, y3, weight, cv)
             z = r3.to(tl.float32) + bias
             if LOWER_BOUND is None:
                 g = -rate * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))  # softplus
             else:
                 g = LOWER_BOUND * tl.sigmoid(rate * z)
             decay, _ = tl.split(tl.exp(g))
-            qk = _conv_silu(x0, x1, x2, x3, weight, cqk)
             q, k = tl.split(qk * tl.rsqrt(tl.sum(qk * qk, axis=0) + 1e-6)[None, :])
-            v = _conv_silu(y0, y1, y2, y3, weight, cv)
 
             state *= decay[:, None]
             u = tl.sigmoid(b3.to(tl.float32)) * (v - tl.sum(state * k[:, None], axis=0))
@@ -117,7 +122,7 @@ def _step(
             if out is not None:
                 o = tl.sum(state * q[:, None], axis=0) * D**-0.5
                 if BV == D:
-                    o = _gated_norm(o, tl.load(o_norm + iv), tl.load(gate + t * gate_row + iv), eps, D)
+                    o = _gated_norm(o, norm, opening, eps, D)
                 tl.store(out + t * H * D + iv, o.to(out.dtype.element_ty))
             x0, x1, x2, x3 = x1, x2, x3, x4
             y0, y1, y2, y3, r3, b3 = y1, y2, y3, y4, r4, b4
