@@ -96,7 +96,6 @@ def _step(
     y0, y1, y2 = _window(conv + source * conv_page, conv_row, cv, live)
     x3, y3, r3, b3 = _token(qkv, r, b, cqk, cv, cr, head, steps > 0)
     rate, bias = tl.exp(tl.load(A_log + head).to(tl.float32)), tl.load(dt_bias + cr).to(tl.float32)
-
     if out is not None:
         norm = tl.load(o_norm + iv)
 
@@ -128,7 +127,7 @@ def _step(
             y0, y1, y2, y3, r3, b3 = y1, y2, y3, y4, r4, b4
 
     if dst is not None:
-        tl.debug_barrier()  # dst may be src, and several threads may have read one element: none reads after this
+        tl.debug_barrier()  # where dst is src, no thread may still be reading what another overwrites
         tl.store(S + target * S_page + at, state)
         _keep(conv + target * conv_page, conv_row, cqk, x0, x1, x2)
         _keep(conv + target * conv_page, conv_row, cv, y0, y1, y2)
