@@ -153,21 +153,31 @@ def gated_norm(o, gate, w):
     return (rms_norm(o, w.o_norm, w.eps).flatten(-2) * wide(gate).sigmoid()).to(gate.dtype)
 
 
+def read_state(S, conv, src, past):
+    """Conv inputs [B, K-1, 3hd] and state [B, h, d, d] of pages src, or zero at the start of a text."""
+    fresh, src = (past == 0) | (src < 0), src.clamp(min=0)
+    return conv[src].masked_fill(fresh[:, None, None], 0), S[src].masked_fill(fresh[:, None, None, None], 0)
+
+
+def write_state(S, conv, dst, before, state):
+    """The other way, to pages dst; those below 0 are of padding."""
+    real = (dst >= 0).nonzero()[:, 0]
+    S[dst[real]], conv[dst[real]] = state[real].to(S.dtype), before[real].to(conv.dtype)
+
+
 @kernels.op("kda_prefill")
 def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     """Sequences of any lengths, in the page pool.
 
-    qkv [N, 3hd], gate [N, hd], r [N, hd], b [N, h]: raw projections of the part's rows; S [pages, h, d, d], conv [pages,
-    K-1, 3hd]: the layer's slab; src, dst [B] int64: pages read (a sequence with past 0 starts from zero) and written;
-    part: lengths and places (cache.Part) -> o [N, hd], normalized and gated.
+    qkv [N, 3hd], gate [N, hd], r [N, hd], b [N, h]: raw projections of the part's rows; S [pages, h, d, d],
+    conv [pages, K-1, 3hd]: the layer's slab; src, dst [B] int64: pages read (a sequence with past 0 starts from zero)
+    and written; part: lengths and places (cache.Part) -> o [N, hd], normalized and gated.
     """
     out = torch.empty_like(gate)
     for first, last, T, rows in part.runs:
-        pages, fresh = src[first:last], part.past[first:last] == 0
-        past, state = conv[pages].masked_fill(fresh[:, None, None], 0), S[pages].masked_fill(fresh[:, None, None, None], 0)
         x = (t[rows].unflatten(0, (last - first, T)) for t in (qkv, r, b))
-        o, past, state = kda_mix(*x, w, past, state)
-        S[dst[first:last]], conv[dst[first:last]] = state.to(S.dtype), past.to(conv.dtype)
+        o, *new = kda_mix(*x, w, *read_state(S, conv, src[first:last], part.past[first:last]))
+        write_state(S, conv, dst[first:last], *new)
         out[rows] = gated_norm(o.flatten(0, 1), gate[rows], w)
     return out
 
@@ -177,12 +187,33 @@ def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
     """One token of each of B sequences, [B] int32 tokens after `past`; the rest as in `kda_prefill`. Rows whose dst is
     below 0 are padding: their output is anything, and they write nothing.
     """
-    real = (dst >= 0).nonzero()[:, 0]
-    fresh, pages = past[real] == 0, src[real].clamp(min=0)
-    before, state = conv[pages].masked_fill(fresh[:, None, None], 0), S[pages].masked_fill(fresh[:, None, None, None], 0)
-    o, before, state = kda_mix(qkv[real, None], r[real, None], b[real, None], w, before, state)
-    S[dst[real]], conv[dst[real]] = state.to(S.dtype), before.to(conv.dtype)
-    return torch.zeros_like(gate).index_put((real,), gated_norm(o[:, 0], gate[real], w))
+    o, *new = kda_mix(qkv[:, None], r[:, None], b[:, None], w, *read_state(S, conv, src, past))
+    write_state(S, conv, dst, *new)
+    return gated_norm(o[:, 0], gate, w)
+
+
+@kernels.op("kda_verify")
+def kda_verify(qkv, gate, r, b, w, S, conv, src, past, T):
+    """T drafted tokens of each of B sequences, rows [B T, .], as if accepted, but nothing is written: what they leave
+    behind is `kda_commit`'s, once it is known how many are. -> o [B T, hd]; the rest as in `kda_decode`.
+    """
+    x = (t.unflatten(0, (-1, T)) for t in (qkv, r, b))
+    o, _, _ = kda_mix(*x, w, *read_state(S, conv, src, past))
+    return gated_norm(o.flatten(0, 1), gate, w)
+
+
+@kernels.op("kda_commit")
+def kda_commit(qkv, r, b, w, S, conv, src, dst, past, accepted, T):
+    """Writes to dst the state after the first accepted[i] (int32 [B], at least 0, at most T) of the T tokens of each
+    sequence i that `kda_verify` had; with none accepted that is the state of src.
+    """
+    x = [t.unflatten(0, (-1, T)) for t in (qkv, r, b)]
+    state = read_state(S, conv, src, past)
+    for t in range(T):
+        _, *new = kda_mix(*(y[:, t : t + 1] for y in x), w, *state)
+        took = accepted > t
+        state = [torch.where(took.view(-1, *[1] * (n.ndim - 1)), n, old) for n, old in zip(new, state)]
+    write_state(S, conv, dst, *state)
 
 
 class KDA(nn.Module):
@@ -232,7 +263,9 @@ class KDA(nn.Module):
 
     def weights(self):
         lower = self.lower_bound
-        return Weights(self.conv_weight, self.A_log[: self.heads], self.dt_bias, self.o_norm.weight, self.o_norm.eps, lower)
+        return Weights(
+            self.conv_weight, self.A_log[: self.heads], self.dt_bias, self.o_norm.weight, self.o_norm.eps, lower
+        )
 
     def zero_state(self, B, like):
         """What a sequence starts from: conv inputs [B, K-1, 3*h*d] and recurrent state [B, h, d, d], all zero."""

@@ -1,0 +1,212 @@
+"""Kimi Delta Attention token by token: decode, and the verification and commitment of drafted tokens.
+
+One kernel, `_step`: a program holds one head's state S [d, d] of one sequence in registers and takes it through T
+tokens, from raw projections to the normalized, gated output. The state is read once and written at most once.
+
+    decode    1 token              reads src, writes dst, outputs
+    verify    T tokens             reads src, outputs
+    commit    `accepted` tokens    reads src, writes dst
+
+The recurrence is that of the Kimi Linear report (arXiv 2510.26692), as in `kda.py`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+import kernels
+
+# A shape for the compiler's sake: q and k are handled side by side, [D, 2], one element a thread. A vector [D], shorter
+# than the program has threads, would be loaded and computed again in every thread that needs an element of it. So the
+# decay is computed twice, [D, 2], rather than 32 times.
+
+
+@triton.jit
+def _window(conv, conv_row, c, live):
+    """The three inputs of channels c before the first token, oldest first."""
+    x0 = tl.load(conv + c, mask=live, other=0.0)
+    x1 = tl.load(conv + conv_row + c, mask=live, other=0.0)
+    x2 = tl.load(conv + 2 * conv_row + c, mask=live, other=0.0)
+    return x0, x1, x2
+
+
+@triton.jit
+def _keep(conv, conv_row, c, x0, x1, x2):
+    tl.store(conv + c, x0)
+    tl.store(conv + conv_row + c, x1)
+    tl.store(conv + 2 * conv_row + c, x2)
+
+
+@triton.jit
+def _token(qkv, r, b, cqk, cv, cr, head, there):
+    """The raw projections of one row: qk [D, 2], v [BV], r [D, 2] and b; zeros unless `there`."""
+    qk, v = tl.load(qkv + cqk, mask=there, other=0.0), tl.load(qkv + cv, mask=there, other=0.0)
+    return qk, v, tl.load(r + cr, mask=there, other=0.0), tl.load(b + head, mask=there, other=0.0)
+
+
+@triton.jit
+def _conv_silu(x0, x1, x2, x3, weight, c):
+    """SiLU of the causal convolution of channels c over their last four inputs, oldest first."""
+    w = weight + 4 * c
+    y = x0.to(tl.float32) * tl.load(w) + x1.to(tl.float32) * tl.load(w + 1)
+    y += x2.to(tl.float32) * tl.load(w + 2) + x3.to(tl.float32) * tl.load(w + 3)
+    return y * tl.sigmoid(y)
+
+
+@triton.jit
+def _gated_norm(o, weight, gate, eps, D: tl.constexpr):
+    """RMSNorm(o) * sigmoid(gate) of one head, [D]."""
+    return o * tl.rsqrt(tl.sum(o * o, axis=0) / D + eps) * weight.to(tl.float32) * tl.sigmoid(gate.to(tl.float32))
+
+
+@triton.jit
+def _step(
+    qkv, gate, r, b, out, weight, A_log, dt_bias, o_norm, S, conv, src, dst, past, accepted, eps,
+    qkv_row, gate_row, r_row, b_row, S_page, conv_page, conv_row, src_stride, dst_stride,
+    H: tl.constexpr, D: tl.constexpr, BV: tl.constexpr, LOWER_BOUND: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Program (head, sequence, tile of BV value channels). out None: nothing is output; dst None: nothing is written;
+    accepted None: all T tokens count. Where BV < D, out takes o before its norm, in float32.
+    """
+    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    source, before = tl.load(src + seq * src_stride), tl.load(past + seq)
+    live = (before > 0) & (source >= 0)  # else the sequence starts from zero, whatever the page holds
+    ik, iv = tl.arange(0, D), tl.program_id(2) * BV + tl.arange(0, BV)  # key and value channels
+    pair = tl.arange(0, 2)[None, :]
+    cr = head * D + ik[:, None] + 0 * pair
+    cqk, cv = cr + H * D * pair, (2 * H + head) * D + iv
+
+    row = seq * T
+    qkv, r, b, gate = qkv + row * qkv_row, r + row * r_row, b + row * b_row, gate + row * gate_row + head * D
+    if out is not None:
+        out += (row * H + head) * D
+    if dst is not None:
+        target = tl.load(dst + seq * dst_stride)
+        if target < 0:  # padding
+            if out is not None:
+                tl.store(out + iv, tl.zeros([BV], out.dtype.element_ty))
+            return
+    steps = T
+    if accepted is not None:
+        steps = tl.minimum(tl.maximum(tl.load(accepted + seq), 0), T)
+
+    at = head * D * D + ik[:, None] * D + iv[None, :]
+    state = tl.load(S + source * S_page + at, mask=live, other=0.0)
+    x0, x1, x2 = _window(conv + source * conv_page, conv_row, cqk, live)
+    y0, y1, y2 = _window(conv + source * conv_page, conv_row, cv, live)
+    x3, y3, r3, b3 = _token(qkv, r, b, cqk, cv, cr, head, steps > 0)
+    rate, bias = tl.exp(tl.load(A_log + head).to(tl.float32)), tl.load(dt_bias + cr).to(tl.float32)
+    if out is not None:
+        norm = tl.load(o_norm + iv)
+
+    for t in range(T):
+        if t < steps:
+            qkv, r, b = qkv + qkv_row, r + r_row, b + b_row
+            x4, y4, r4, b4 = _token(qkv, r, b, cqk, cv, cr, head, t + 1 < steps)  # the next token's, ahead of their use
+            if out is not None:
+                opening = tl.load(gate + t * gate_row + iv)
+            qk = _conv_silu(x0, x1, x2, x3, weight, cqk)
+            v = _conv_silu(y0, y1, y2, y3, weight, cv)
+            z = r3.to(tl.float32) + bias
+            if LOWER_BOUND is None:
+                g = -rate * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))  # softplus
+            else:
+                g = LOWER_BOUND * tl.sigmoid(rate * z)
+            decay, _ = tl.split(tl.exp(g))
+            q, k = tl.split(qk * tl.rsqrt(tl.sum(qk * qk, axis=0) + 1e-6)[None, :])
+
+            state *= decay[:, None]
+            u = tl.sigmoid(b3.to(tl.float32)) * (v - tl.sum(state * k[:, None], axis=0))
+            state += k[:, None] * u[None, :]
+            if out is not None:
+                o = tl.sum(state * q[:, None], axis=0) * D**-0.5
+                if BV == D:
+                    o = _gated_norm(o, norm, opening, eps, D)
+                tl.store(out + t * H * D + iv, o.to(out.dtype.element_ty))
+            x0, x1, x2, x3 = x1, x2, x3, x4
+            y0, y1, y2, y3, r3, b3 = y1, y2, y3, y4, r4, b4
+
+    if dst is not None:
+        tl.debug_barrier()  # where dst is src, no thread may still be reading what another overwrites
+        tl.store(S + target * S_page + at, state)
+        _keep(conv + target * conv_page, conv_row, cqk, x0, x1, x2)
+        _keep(conv + target * conv_page, conv_row, cv, y0, y1, y2)
+
+
+@triton.jit
+def _norm(o, gate, out, o_norm, gate_row, eps, H: tl.constexpr, D: tl.constexpr):
+    """The norm and gate that `_step` leaves where it cuts heads into tiles: program (head, row)."""
+    head, row, v = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, D)
+    at = (row * H + head) * D + v
+    y = _gated_norm(tl.load(o + at), tl.load(o_norm + v), tl.load(gate + row * gate_row + head * D + v), eps, D)
+    tl.store(out + at, y.to(out.dtype.element_ty))
+
+
+def config(d, output_only):
+    """Head dim, whether nothing is written -> value channels of a program, its warps, the most registers of a thread.
+
+    Only what is not written can be cut into tiles: programs of one head would overwrite its q and k inputs while others
+    read them. 128 registers let two programs of 8 warps share an SM.
+    """
+    return (d, *{32: (1, None), 64: (4, None), 128: (8, 128)}[d])
+
+
+def launch(qkv, gate, r, b, w, S, conv, src, dst, past, accepted, T):
+    """Runs `_step` over the rows [B T, .] of B sequences -> out [B T, hd], or None where gate is None."""
+    B, (h, d) = len(past), S.shape[1:3]
+    width, warps, registers = config(d, dst is None)
+    limit = {"maxnreg": registers} if registers and not torch.version.hip else {}
+    out = None if gate is None else torch.empty(B * T, h * d, dtype=gate.dtype, device=qkv.device)
+    o = out if width == d or out is None else torch.empty_like(out, dtype=torch.float32)
+    gate = r if gate is None else gate  # not read
+    strides = [x.stride(0) for x in (qkv, gate, r, b, S, conv)] + [conv.stride(1), src.stride(0)]
+    strides += [0 if dst is None else dst.stride(0)]
+    _step[h, B, d // width](
+        qkv, gate, r, b, o, w.conv, w.A_log, w.dt_bias, w.o_norm, S, conv, src, dst, past, accepted, w.eps, *strides,
+        H=h, D=d, BV=width, LOWER_BOUND=w.lower_bound or None, T=T, num_warps=warps, **limit,
+    )  # fmt: skip
+    if o is not out:
+        _norm[h, B * T](o, gate, out, w.o_norm, gate.stride(0), w.eps, H=h, D=d, num_warps=1)
+    return out
+
+
+def cannot(rows, w, S, conv, vectors):
+    """Why these tensors do not fit, or None. rows: qkv, r, b, ... [N, .]; vectors: [B]."""
+    d, taps = S.shape[-1], w.conv.shape[1]
+    if not {x.dtype for x in rows} <= {torch.float32, torch.bfloat16} or S.dtype != torch.float32:
+        return f"it takes float32 and bfloat16 inputs and a float32 state, not {rows[0].dtype} and {S.dtype}"
+    if conv.dtype != rows[0].dtype:
+        return f"the pool keeps inputs of the convolution in {conv.dtype}, they come in {rows[0].dtype}"
+    if d not in (32, 64, 128) or taps != 4:
+        return f"it takes head dims 32, 64 and 128 and 4 taps, not {d} and {taps}"
+    if any(x.stride(-1) != 1 for x in (*rows, conv)) or S.stride()[1:] != (d * d, d, 1):
+        return "the values of a row, or of a page, are not contiguous"
+    if not all(x.is_contiguous() for x in (*vectors, w.conv, w.A_log, w.dt_bias, w.o_norm)):
+        return "a weight, past or accepted is not contiguous"
+
+
+def no_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
+    return cannot((qkv, gate, r, b), w, S, conv, (past,))
+
+
+@kernels.implement("kda_decode", "triton", no_decode)
+def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
+    return launch(qkv, gate, r, b, w, S, conv, src, dst, past, None, 1)
+
+
+def no_verify(qkv, gate, r, b, w, S, conv, src, past, T):
+    return cannot((qkv, gate, r, b), w, S, conv, (past,))
+
+
+@kernels.implement("kda_verify", "triton", no_verify)
+def kda_verify(qkv, gate, r, b, w, S, conv, src, past, T):
+    return launch(qkv, gate, r, b, w, S, conv, src, None, past, None, T)
+
+
+def no_commit(qkv, r, b, w, S, conv, src, dst, past, accepted, T):
+    return cannot((qkv, r, b), w, S, conv, (past, accepted))
+
+
+@kernels.implement("kda_commit", "triton", no_commit)
+def kda_commit(qkv, r, b, w, S, conv, src, dst, past, accepted, T):
+    launch(qkv, None, r, b, w, S, conv, src, dst, past, accepted, T)
