@@ -181,10 +181,11 @@ class MLA(nn.Module):
         latent_write(kv, self.kv_a_layernorm.weight, LATENT_EPS, stored, batch.slots, row_scale)
         out = q.new_empty(*q.shape[:2], self.v_dim)
         for part in batch.parts:
-            if part.decode:
-                absorbed = absorb_query(q[part.rows], W_kvb, self.pe)[:, None]
+            T = part.lengths[0]
+            if T <= ABSORB and len(part.runs) == 1:  # each brings T tokens: one, or one and its drafts
+                absorbed = absorb_query(q[part.rows].unflatten(0, (-1, T)), W_kvb, self.pe)
                 o, _ = mla_decode(absorbed, stored, self.rank, part, scale, row_scale)
-                out[part.rows] = absorb_value(o[:, 0], W_kvb, self.v_dim)
+                out[part.rows] = absorb_value(o, W_kvb, self.v_dim).flatten(0, 1)
             else:
                 out[part.rows] = mla_prefill(q[part.rows], W_kvb, stored, part, scale, row_scale)
         return out

@@ -1,0 +1,267 @@
+"""MLA over the latent rows of the page pool: split-KV flash decoding, and the write of new rows.
+
+Decode is Flash-Decoding (Dao et al. 2023, pytorch.org/blog/flash-decoding) on FlashMLA's tile: all heads attend to the
+same rows [c | k_pe], and the first r values of a row are also its value, so a tile of rows is loaded once and serves
+both products. Each program takes a tile of (token, head) pairs and a share of one sequence's history, and leaves a
+partial output with the log-sum-exp of its scores; a second kernel weighs the shares by them.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+import kernels
+
+FP8 = torch.float8_e4m3fn
+LN2, LOG2E = tl.constexpr(0.6931471805599453), tl.constexpr(1.4426950408889634)
+
+
+# ---------------------------------------------------------------- decode
+
+
+@triton.jit
+def _decode_kernel(
+    q,  # [B, T, heads, RANK + PE]
+    stored,  # [slots, RANK + PE]
+    table,  # [B, W] int32
+    past,  # [B] int32
+    row_scale,  # [RANK + PE] where FP8
+    o,  # [splits, heads, B, T, RANK]
+    lse,  # [splits, heads, B, T] float32
+    scale,
+    T,
+    heads,
+    W,
+    page_size,
+    RANK: tl.constexpr,
+    PE: tl.constexpr,
+    R: tl.constexpr,  # RANK and PE padded to powers of two
+    E: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tile, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # neighbours read the same rows: from L2
+    splits, B = tl.num_programs(1), tl.num_programs(2)
+    row = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    token, head, real = row // heads, row % heads, row < T * heads
+    c, e, n = tl.arange(0, R), tl.arange(0, E), tl.arange(0, BLOCK_N)
+    in_c, in_e = c < RANK, e < PE
+
+    at = (b.to(tl.int64) * T * heads + row) * (RANK + PE)
+    q_c = tl.load(q + at[:, None] + c, mask=real[:, None] & in_c, other=0.0)
+    q_e = tl.load(q + at[:, None] + RANK + e, mask=real[:, None] & in_e, other=0.0)
+    to_log2 = tl.full([BLOCK_H], scale * LOG2E, tl.float32)  # scores are exponents of two from here on
+    if FP8:  # its scale goes to q here and to the output below
+        q_c = q_c.to(tl.float32) * tl.load(row_scale + c, mask=in_c, other=0.0).to(tl.float32)
+        q_e = q_e.to(tl.float32) * tl.load(row_scale + RANK + e, mask=in_e, other=0.0).to(tl.float32)
+        if q.dtype.element_ty != tl.float32:
+            # float16 holds every e4m3 value, two of them in one conversion; q is brought into its range.
+            largest = tl.maximum(tl.maximum(tl.max(tl.abs(q_c), 1), tl.max(tl.abs(q_e), 1)), 1e-30)
+            q_c, q_e = (q_c / largest[:, None]).to(tl.float16), (q_e / largest[:, None]).to(tl.float16)
+            to_log2 *= largest
+
+    # This share's tiles of the history. A sequence without pages has none.
+    seen = tl.load(past + b)  # token t of the sequence sees rows <= seen + t
+    pages = table + b.to(tl.int64) * W
+    length = tl.where(tl.load(pages) < 0, 0, seen + T)
+    tiles = tl.cdiv(length, BLOCK_N)
+    first, last = tiles * split // splits, tiles * (split + 1) // splits
+
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, R], tl.float32)
+    page = tl.load(pages + first * BLOCK_N // page_size, mask=first < last, other=0)
+    for i in range(first, last):
+        start = i * BLOCK_N
+        rows = stored + (page.to(tl.int64) * page_size + start % page_size + n)[:, None] * (RANK + PE)
+        there = (start + n < length)[:, None]
+        k_c = tl.load(rows + c, mask=there & in_c, other=0.0)
+        k_e = tl.load(rows + RANK + e, mask=there & in_e, other=0.0)
+        page = tl.load(pages + tl.minimum(i + 1, last - 1) * BLOCK_N // page_size)  # the next tile's, ahead of its rows
+        k_c, k_e = k_c.to(q_c.dtype), k_e.to(q_e.dtype)
+        s = tl.dot(q_c, tl.trans(k_c), input_precision="ieee")
+        s = tl.dot(q_e, tl.trans(k_e), s, input_precision="ieee") * to_log2[:, None]
+        s = tl.where(start + n <= (seen + token)[:, None], s, float("-inf"))
+        top = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)  # of a row that sees nothing yet
+        p = tl.exp2(s - base[:, None])
+        fade = tl.exp2(m - base)
+        total = total * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(k_c.dtype), k_c, acc * fade[:, None], input_precision="ieee")
+        m = top
+
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+    if FP8:
+        acc *= tl.load(row_scale + c, mask=in_c, other=0.0).to(tl.float32)
+    at = ((split * heads + head).to(tl.int64) * B + b) * T + token
+    tl.store(o + at[:, None] * RANK + c, acc, mask=real[:, None] & in_c)
+    tl.store(lse + at, (m + tl.log2(total)) * LN2, mask=real)
+
+
+@triton.jit
+def _merge_kernel(parts, parts_lse, o, lse, splits, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """parts [splits, rows, RANK], parts_lse [splits, rows] float32 -> o [rows, RANK], lse [rows], one row a program."""
+    CHUNK: tl.constexpr = 16
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    every = tl.arange(0, SPLITS)
+    each = tl.load(parts_lse + every * rows + row, mask=every < splits, other=float("-inf"))
+    top = tl.max(each, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)  # no share has seen anything: padding
+    total = tl.sum(tl.exp(each - base), 0)
+    c = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    acc = tl.zeros([CHUNK, BLOCK_R], tl.float32)
+    for i in range(0, splits, CHUNK):
+        s = i + tl.arange(0, CHUNK)
+        weight = tl.exp(tl.load(parts_lse + s * rows + row, mask=s < splits, other=float("-inf")) - base)
+        at = (s * rows + row)[:, None] * RANK + c
+        acc += weight[:, None] * tl.load(parts + at, mask=(s < splits)[:, None] & (c < RANK), other=0.0)
+    out = tl.sum(acc, 0) / tl.where(total == 0, 1.0, total)
+    tl.store(o + row * RANK + c, out, mask=c < RANK)
+    tl.store(lse + row, top + tl.log(total), mask=tl.program_id(1) == 0)
+
+
+def decode_config(rows, dtype):
+    """(token, head) pairs of a sequence, dtype of the queries -> BLOCK_H, BLOCK_N, num_warps, num_stages."""
+    if dtype == torch.float32:
+        return 16, 16, 4, 1
+    if torch.version.hip:
+        return (16 if rows <= 16 else 64), 32, 4, 1
+    return (16, 64, 4, 2) if rows <= 16 else (64, 64, 8, 2)  # 64: the least M of a warpgroup's matrix product
+
+
+@functools.cache
+def decode_splits(programs, tiles, processors):
+    """How many shares a history of at most `tiles` tiles is cut into, where one share makes so many programs.
+
+    The fewest with the least time, counted in tiles: waves of programs, each of so many tiles and some for its ends.
+    """
+    cost = lambda s: triton.cdiv(programs * s, processors) * (triton.cdiv(tiles, s) + 3)
+    return min(range(1, min(tiles, 2 * processors) + 1), key=cost)
+
+
+def _decode_why_not(q, stored, rank, part, scale, row_scale):
+    pe = q.shape[-1] - rank
+    if rank > 512 or pe > 64:
+        return f"a latent row of {rank} + {pe} values, at most 512 + 64 fit"
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or stored.dtype not in (q.dtype, FP8):
+        return f"queries in {q.dtype} and latents in {stored.dtype}"
+    if part.page_size % 128:
+        return f"pages of {part.page_size} tokens, no multiple of 128"
+    return _no_fp8(stored)
+
+
+@kernels.implement("mla_decode", "triton", _decode_why_not)
+def mla_decode(q, stored, rank, part, scale, row_scale, config=None, splits=None):
+    """As the op; o and its log-sum-exp lie as [h, B, T, ...]: what follows is a product per head."""
+    B, T, heads, width = q.shape
+    q, pe, rows = q.contiguous(), width - rank, T * heads
+    block_h, block_n, num_warps, num_stages = config or decode_config(rows, q.dtype)
+    tiles = triton.cdiv(rows, block_h)
+    splits = splits or decode_splits(tiles * B, triton.cdiv(part.longest, block_n), _processors(q.device))
+    empty = functools.partial(torch.empty, device=q.device)
+    o, lse = empty(heads, B, T, rank, dtype=q.dtype), empty(heads, B, T, dtype=torch.float32)
+    parts, parts_lse = o, lse
+    if splits > 1:
+        parts, parts_lse = (empty(splits, *x.shape, dtype=torch.float32) for x in (o, lse))
+    _decode_kernel[tiles, splits, B](
+        q,
+        stored,
+        part.table,
+        part.past,
+        row_scale,
+        parts,
+        parts_lse,
+        scale,
+        T,
+        heads,
+        part.table.stride(0),
+        part.page_size,
+        RANK=rank,
+        PE=pe,
+        R=max(16, triton.next_power_of_2(rank)),
+        E=max(16, triton.next_power_of_2(pe)),
+        FP8=stored.dtype == FP8,
+        BLOCK_H=block_h,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    if splits > 1:
+        block_r = min(128, triton.next_power_of_2(rank))
+        grid = heads * B * T, triton.cdiv(rank, block_r)
+        SPLITS = triton.next_power_of_2(splits)
+        _merge_kernel[grid](parts, parts_lse, o, lse, splits, RANK=rank, SPLITS=SPLITS, BLOCK_R=block_r, num_warps=4)
+    return o.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
+
+
+# ---------------------------------------------------------------- the write
+
+
+@triton.jit
+def _write_kernel(
+    kv,  # [N, RANK + PE], rows kv_stride apart
+    norm,  # [RANK]
+    stored,  # [slots, RANK + PE]
+    slots,  # [N] int64
+    scale,  # [RANK + PE] where FP8
+    eps,
+    kv_stride,
+    RANK: tl.constexpr,
+    PE: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    i = tl.program_id(0)
+    slot = tl.load(slots + i)
+    c, e = tl.arange(0, R), tl.arange(0, E)
+    kv += i.to(tl.int64) * kv_stride
+    latent = tl.load(kv + c, mask=c < RANK, other=0.0).to(tl.float32)
+    latent *= tl.rsqrt(tl.sum(latent * latent) / RANK + eps)
+    latent = (latent * tl.load(norm + c, mask=c < RANK, other=0.0).to(tl.float32)).to(norm.dtype.element_ty)
+    key = tl.load(kv + RANK + e, mask=e < PE, other=0.0)
+    if FP8:
+        latent = _to_fp8(latent, tl.load(scale + c, mask=c < RANK, other=1.0))
+        key = _to_fp8(key, tl.load(scale + RANK + e, mask=e < PE, other=1.0))
+    stored += slot * (RANK + PE)
+    tl.store(stored + c, latent, mask=(c < RANK) & (slot >= 0))
+    tl.store(stored + RANK + e, key, mask=(e < PE) & (slot >= 0))
+
+
+@triton.jit
+def _to_fp8(x, scale):
+    """x / scale, rounded as PyTorch rounds it: to x's dtype, then, saturating, to e4m3. NaN stays NaN."""
+    x = tl.div_rn(x.to(tl.float32), scale.to(tl.float32)).to(x.dtype).to(tl.float32)
+    return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+def _write_why_not(kv, norm, eps, stored, slots, scale):
+    if kv.stride(-1) != 1:
+        return "rows that are not contiguous"
+    if kv.dtype not in (torch.float32, torch.bfloat16, torch.float16) or stored.dtype not in (norm.dtype, FP8):
+        return f"rows in {kv.dtype}, latents in {stored.dtype}"
+    return _no_fp8(stored)
+
+
+@kernels.implement("latent_write", "triton", _write_why_not)
+def latent_write(kv, norm, eps, stored, slots, scale):
+    rank, pe = len(norm), kv.shape[-1] - len(norm)
+    R, E = triton.next_power_of_2(rank), triton.next_power_of_2(pe)
+    fp8, grid = stored.dtype == FP8, (len(kv),)
+    _write_kernel[grid](kv, norm, stored, slots, scale, eps, kv.stride(0), rank, pe, R, E, fp8, num_warps=2)
+
+
+# ---------------------------------------------------------------- the device
+
+
+def _processors(device):
+    """How many programs run side by side."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _no_fp8(stored):
+    old = stored.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(stored.device) < (8, 9)
+    return "FP8 on a GPU older than compute capability 8.9" if old and stored.dtype == FP8 else None
