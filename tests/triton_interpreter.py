@@ -1,0 +1,45 @@
+"""Import it before kernels run in Triton 3.6's interpreter: mends three things there, and changes nothing elsewhere.
+
+Loop bounds that were loaded (an array of one is no integer in NumPy 2.4); products of bfloat16, which it takes for
+integers; conversions between floats, which it truncates, or rounds without carrying into the exponent.
+"""
+
+import os
+
+import numpy as np
+import torch
+import triton.language as tl
+
+TORCH = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float64: torch.float64}
+TORCH |= {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+
+def convert(x, source, target, rounding_mode):
+    """x: the bits of `source` in any array -> the bits of `target`, rounded to the nearest, ties to even."""
+    x = torch.from_numpy(np.ascontiguousarray(x).view(f"int{source.primitive_bitwidth}")).view(TORCH[source])
+    bits = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[target.primitive_bitwidth]
+    return x.to(TORCH[target]).view(bits).numpy().view(f"uint{target.primitive_bitwidth}")
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton.runtime import interpreter
+
+    def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def dot(self, a, b, d, *how, product=interpreter.InterpreterBuilder.create_dot):
+        wide = lambda x: x if x.dtype.scalar != tl.bfloat16 else self.create_fp_ext(x, tl.float32)
+        return product(self, wide(a), wide(b), d, *how)
+
+    def cast(self, x, target, plain=interpreter.InterpreterBuilder.cast_impl):
+        source, target = x.dtype.scalar, target.scalar
+        if source not in TORCH or target not in TORCH:
+            return plain(self, x, target)
+        data = convert(x.data, source, target, None).view(interpreter._get_np_dtype(target))
+        return interpreter.TensorHandle(data, target)
+
+    interpreter._patch_lang_tensor = patch_tensor
+    interpreter._convert_float = convert
+    interpreter.InterpreterBuilder.cast_impl = cast
+    interpreter.InterpreterBuilder.create_dot = dot
