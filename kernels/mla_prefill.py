@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import kernels
 
@@ -33,6 +34,12 @@ def config(dtype, widest):
     return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2)
 
 
+def has_tma(x, n, p, v):
+    """Whether blocks of keys and values can be fetched by the copy engine of a Hopper GPU or a later one."""
+    hopper = x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return hopper and x.itemsize == 2 and n == v and all(d >= 16 and d & (d - 1) == 0 for d in (n, p))
+
+
 @triton.jit
 def _load(base, rows, stride, valid, width: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
     """base[rows, :width], zeros up to WIDTH and in the rows that are not valid."""
@@ -49,49 +56,60 @@ def _load(base, rows, stride, valid, width: tl.constexpr, WIDTH: tl.constexpr, M
 
 @triton.jit
 def _attend(
-    q_nope, q_pe, kv, pe, kv_stride, pe_stride, position, first, last, acc, m, l, scale_log2,
-    n: tl.constexpr, p: tl.constexpr, v: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    q_nope, q_pe, kv, pe, kv_stride, pe_stride, kv_blocks, pe_blocks, row, column, position, first, last,
+    acc, peak, total, scale_log2, n: tl.constexpr, p: tl.constexpr, v: tl.constexpr, r: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax (acc [M, V], maximum m [M] in log2, sum l [M]) after the keys first..last of a text.
+    """The running softmax (acc [M, V]; peak [M]: the maximum, in log2; total [M]) after the keys first..last of a text.
 
-    kv, pe: at the text's key 0, were it there; position [M]: of the queries, which see no key behind it. MASKED: not
-    every query sees every key of these blocks.
+    kv, pe: at its key 0, which is row `row` of the pass; column: of the head in kv; kv_blocks, pe_blocks: the pass for
+    the copy engine, if TMA; position [M]: of the queries, which see no key behind theirs. MASKED: not every query sees
+    every key.
     """
     for key in tl.range(first, last, BLOCK_N):
         keys = key + tl.arange(0, BLOCK_N)
-        k_nope = _load(kv, keys, kv_stride, keys < last, n, q_nope.shape[1], MASKED)
-        k_pe = _load(pe, keys, pe_stride, keys < last, p, q_pe.shape[1], MASKED)
+        if TMA:
+            k_nope = kv_blocks.load([row + key, column])
+            k_pe = pe_blocks.load([row + key, r])
+        else:
+            k_nope = _load(kv, keys, kv_stride, keys < last, n, q_nope.shape[1], MASKED)
+            k_pe = _load(pe, keys, pe_stride, keys < last, p, q_pe.shape[1], MASKED)
         s = tl.dot(q_nope, tl.trans(k_nope), input_precision="ieee")
         s = tl.dot(q_pe, tl.trans(k_pe), s, input_precision="ieee")
         if MASKED:
             s = tl.where((keys < last)[None, :] & (keys[None, :] <= position[:, None]), s, float("-inf"))
-        new_m = tl.maximum(m, tl.max(s, 1) * scale_log2)  # finite: every query sees key 0, or has a state
-        weights = tl.exp2(s * scale_log2 - new_m[:, None])
-        decay = tl.exp2(m - new_m)
-        l = l * decay + tl.sum(weights, 1)
-        values = _load(kv + n, keys, kv_stride, keys < last, v, acc.shape[1], MASKED)
+        new_peak = tl.maximum(peak, tl.max(s, 1) * scale_log2)  # finite: every query sees key 0, or has a state
+        weights = tl.exp2(s * scale_log2 - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights, 1)
+        if TMA:
+            values = kv_blocks.load([row + key, column + n])
+        else:
+            values = _load(kv + n, keys, kv_stride, keys < last, v, acc.shape[1], MASKED)
         acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
-        m = new_m
-    return acc, m, l
+        peak = new_peak
+    return acc, peak, total
 
 
 @triton.jit
 def _prefill_kernel(
-    q, kv, rows, out, state, sums, tiles, q_stride, q_head_stride, kv_stride, rows_stride, sums_stride, scale_log2,
+    q, kv, rows, kv_blocks, rows_blocks, out, state, sums, tiles,
+    q_stride, q_head_stride, kv_stride, rows_stride, sums_stride, scale_log2,
     h: tl.constexpr, n: tl.constexpr, p: tl.constexpr, v: tl.constexpr, r: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One head of one tile of queries over the keys of its text that this pass holds.
 
-    q [rows, h, n+p]; kv [L, h, n+v], rows [L, r+p]: the pass; out [rows, h, v]; state [rows, h, v], sums [2, rows, h]
-    float32: acc, m and l of a text that is cut; tiles: see `plan`. N, P, V: n, p, v rounded up to a power of two.
+    q [rows, h, n+p]; kv [L, h, n+v], rows [L, r+p]: the pass, with TMA also as descriptors of blocks of BLOCK_N rows;
+    out [rows, h, v]; state [rows, h, v], sums [2, rows, h] float32: acc, peak and total of a text that is cut; tiles:
+    see `plan`. N, P, V: n, p, v rounded up to a power of two.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     row, count, past = tl.load(tiles + 6 * tile), tl.load(tiles + 6 * tile + 1), tl.load(tiles + 6 * tile + 2)
     start, end, offset = tl.load(tiles + 6 * tile + 3), tl.load(tiles + 6 * tile + 4), tl.load(tiles + 6 * tile + 5)
     i = tl.arange(0, BLOCK_M)
-    real, position = i < count, past + i
+    real, fresh = i < count, start == 0
 
     q += row.to(tl.int64) * q_stride + head * q_head_stride
     q_nope = _load(q, i, q_stride, real, n, N, True)
@@ -99,33 +117,34 @@ def _prefill_kernel(
     at = (row.to(tl.int64) + i) * h + head
     columns = tl.arange(0, V)
     here = real[:, None] & (columns < v)[None, :]
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, V], tl.float32)
     if SPLIT:
-        m = tl.load(sums + at, real & (start > 0), other=float("-inf"))
-        l = tl.load(sums + sums_stride + at, real & (start > 0), other=0)
-        acc = tl.load(state + at[:, None] * v + columns[None, :], here & (start > 0), other=0)
+        peak = tl.load(sums + at, real & ~fresh, other=float("-inf"))
+        total = tl.load(sums + sums_stride + at, real & ~fresh, other=0)
+        acc = tl.load(state + at[:, None] * v + columns[None, :], here & ~fresh, other=0)
 
-    kv += (offset.to(tl.int64) - start) * kv_stride + head * (n + v)
-    pe = rows + (offset.to(tl.int64) - start) * rows_stride + r
-    last = tl.minimum(end, past + count)  # no query of the tile sees more
-    clear = start + tl.maximum(tl.minimum(end, past + 1) - start, 0) // BLOCK_N * BLOCK_N  # every query sees these
-    acc, m, l = _attend(
-        q_nope, q_pe, kv, pe, kv_stride, rows_stride, position, start, clear, acc, m, l, scale_log2,
-        n, p, v, BLOCK_N, False,
+    position = past + i - start  # from here on keys count from the first one in this pass
+    last = tl.minimum(end, past + count) - start  # no query of the tile sees more
+    clear = tl.maximum(tl.minimum(end, past + 1) - start, 0) // BLOCK_N * BLOCK_N  # every query sees these
+    kv += offset.to(tl.int64) * kv_stride + head * (n + v)
+    pe = rows + offset.to(tl.int64) * rows_stride + r
+    acc, peak, total = _attend(
+        q_nope, q_pe, kv, pe, kv_stride, rows_stride, kv_blocks, rows_blocks, offset, head * (n + v), position,
+        0, clear, acc, peak, total, scale_log2, n, p, v, r, BLOCK_N, False, TMA,
     )  # fmt: skip
-    acc, m, l = _attend(
-        q_nope, q_pe, kv, pe, kv_stride, rows_stride, position, clear, last, acc, m, l, scale_log2,
-        n, p, v, BLOCK_N, True,
+    acc, peak, total = _attend(
+        q_nope, q_pe, kv, pe, kv_stride, rows_stride, kv_blocks, rows_blocks, offset, head * (n + v), position,
+        clear, last, acc, peak, total, scale_log2, n, p, v, r, BLOCK_N, True, False,
     )  # fmt: skip
 
     if SPLIT and end < past + count:
-        tl.store(sums + at, m, real)
-        tl.store(sums + sums_stride + at, l, real)
+        tl.store(sums + at, peak, real)
+        tl.store(sums + sums_stride + at, total, real)
         tl.store(state + at[:, None] * v + columns[None, :], acc, here)
     else:
-        o = acc / l[:, None]
+        o = acc / total[:, None]
         tl.store(out + at[:, None] * v + columns[None, :], o.to(out.dtype.element_ty), here)
 
 
@@ -197,7 +216,7 @@ def mla_prefill(q, W_kvb, stored, part, scale, row_scale, **options):
     n = q.shape[-1] - p
     v = W_kvb.shape[1] - n
     N, P, V = (max(16, triton.next_power_of_2(size)) for size in (n, p, v))
-    options = config(q.dtype, max(N, P, V)) | options
+    options = config(q.dtype, max(N, P, V)) | dict(TMA=has_tma(q, n, p, v)) | options
     passes, cut = plan(part, options["BLOCK_M"])
     out = q.new_empty(len(q), h, v)
     state = q.new_empty(out.shape if cut else 0, dtype=torch.float32)
@@ -206,9 +225,13 @@ def mla_prefill(q, W_kvb, stored, part, scale, row_scale, **options):
     for at, tiles in passes:
         rows, kv = gather(stored, at, row_scale, q.dtype), workspace[: len(at)]
         torch.mm(rows[:, :r], W_kvb.flatten(0, 1).T, out=kv)
+        blocks = [
+            TensorDescriptor.from_tensor(x, [options["BLOCK_N"], width]) if options["TMA"] else None
+            for x, width in ((kv, n), (rows, p))
+        ]
         _prefill_kernel[len(tiles), h](
-            q, kv, rows, out, state, sums, tiles, q.stride(0), q.stride(1), kv.stride(0), rows.stride(0), len(q) * h,
-            scale * LOG2E, h=h, n=n, p=p, v=v, r=r, N=N, P=P, V=V, SPLIT=cut, **options,
+            q, kv, rows, *blocks, out, state, sums, tiles, q.stride(0), q.stride(1), kv.stride(0), rows.stride(0),
+            len(q) * h, scale * LOG2E, h=h, n=n, p=p, v=v, r=r, N=N, P=P, V=V, SPLIT=cut, **options,
         )  # fmt: skip
     return out
 

@@ -11,6 +11,8 @@ from mla import mla_prefill
 triton = pytest.importorskip("triton")
 import triton_interpreter  # noqa: E402, F401
 
+from kernels import mla_prefill as file  # noqa: E402
+
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 TINY = dict(h=3, n=16, p=8, v=12, r=24)
 REAL = dict(h=4, n=128, p=64, v=128, r=512)
@@ -71,7 +73,6 @@ def check(*args, backend="triton"):
 @pytest.fixture
 def small(monkeypatch):
     """Texts are cut often: every pass holds 32 rows."""
-    from kernels import mla_prefill as file
 
     def config(dtype, widest):
         return dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)
@@ -86,8 +87,10 @@ def test_in_the_interpreter():
 
 
 @interpreted
-@pytest.mark.parametrize("lengths", [[1], [2, 15, 16, 17], [63, 1, 65], [64]])
-@pytest.mark.parametrize("past", [0, 1, P - 1, P, 45])
+@pytest.mark.parametrize(
+    "lengths, past",
+    [(x, past) for x in ([1], [2, 15, 16, 17]) for past in (0, 1, P - 1, P)] + [([63, 1], 45), ([65], 1), ([64], 0)],
+)
 def test_ragged(small, lengths, past):
     check(*case(lengths, [past + i for i in range(len(lengths))]))
 
@@ -124,7 +127,7 @@ def test_pieces_of_one_text(small):
 @interpreted
 def test_a_row_depends_on_no_batch_mate(small):
     """Bit for bit, wherever passes cut the text. The expansion is made exact, as the product is not ours."""
-    q, W, stored, part, scale, _ = case([19, 30, 41], [50, 0, 33])
+    q, W, stored, part, scale, _ = case([19, 30], [40, 9], h=2)
     W, stored = (W * 8).round() / 8, (stored * 8).round() / 8
     got = run(q, W, stored, part, scale, None)
     for i, rows in enumerate(got.split(part.lengths)):
@@ -145,30 +148,36 @@ def test_extreme_scores(small):
 
 
 def test_refusals():
-    kernels.load()
-    from kernels.mla_prefill import cudnn_why_not, why_not
-
     q, W, *rest = case([4], [0])
-    assert why_not(q, W, *rest) is None
-    assert "float64" in why_not(q.double(), W, *rest)
-    assert "dtype" in why_not(q, W.bfloat16(), *rest)
-    assert "cuDNN" in cudnn_why_not(q, W, *rest)
+    assert file.why_not(q, W, *rest) is None
+    assert "float64" in file.why_not(q.double(), W, *rest)
+    assert "dtype" in file.why_not(q, W.bfloat16(), *rest)
+    assert "cuDNN" in file.cudnn_why_not(q, W, *rest)
+
+
+@interpreted
+@pytest.mark.parametrize("past", [0, 33])
+def test_descriptors(small, past):
+    """The loads of a GPU with a copy engine."""
+    args = case([33, 40], [past, 9], h=1, n=16, p=16, v=16, r=16)
+    assert torch.equal(file.mla_prefill(*args, TMA=True), run(*args))
 
 
 @compiled_only
-@pytest.mark.parametrize("dtype, sizes", [("bf16", REAL | dict(h=96)), ("fp32", TINY)])
-def test_compiles(dtype, sizes):
-    from kernels.mla_prefill import _prefill_kernel, config
-
+@pytest.mark.parametrize("dtype, sizes, TMA", [("bf16", REAL, True), ("bf16", REAL, False), ("fp32", TINY, False)])
+def test_compiles(dtype, sizes, TMA):
+    N, P, V = (max(16, triton.next_power_of_2(sizes[x])) for x in "npv")
+    options = file.config(dict(bf16=torch.bfloat16, fp32=torch.float32)[dtype], max(N, P, V))
+    warps, stages, rows = options.pop("num_warps"), options.pop("num_stages"), options["BLOCK_N"]
+    constants = sizes | dict(N=N, P=P, V=V, SPLIT=True, TMA=TMA) | options
+    blocks = dict(kv_blocks=f"tensordesc<{dtype}[{rows}, {N}]>", rows_blocks=f"tensordesc<{dtype}[{rows}, {P}]>")
+    constants |= {} if TMA else dict.fromkeys(blocks)
     pointers = dict.fromkeys(("q", "kv", "rows", "out"), f"*{dtype}") | dict(state="*fp32", sums="*fp32", tiles="*i32")
     strides = dict.fromkeys(("q_stride", "q_head_stride", "kv_stride", "rows_stride", "sums_stride"), "i32")
-    N, P, V = (max(16, triton.next_power_of_2(sizes[x])) for x in "npv")
-    options = config(dict(bf16=torch.bfloat16, fp32=torch.float32)[dtype], max(N, P, V))
-    warps, stages = options.pop("num_warps"), options.pop("num_stages")
-    constants = {k: v for k, v in sizes.items()} | dict(N=N, P=P, V=V, SPLIT=True) | options
-    signature = pointers | strides | dict(scale_log2="fp32")
-    built = compile_for_all(_prefill_kernel, signature, constants, warps, stages)
-    assert dtype == "fp32" or "wgmma" in built["sm_90"].asm["ptx"]
+    signature = pointers | strides | dict(scale_log2="fp32") | (blocks if TMA else {})
+    built = compile_for_all(file._prefill_kernel, signature, constants, warps, stages)
+    assert ("wgmma" in built["sm_90"].asm["ptx"]) == (dtype == "bf16")
+    assert ("cp.async.bulk.tensor" in built["sm_90"].asm["ptx"]) == TMA
 
 
 # ---------------------------------------------------------------- on a GPU
