@@ -167,17 +167,18 @@ class Chunk:
 class Part:
     """Neighbouring sequences of a batch that one op handles together, and where their history and state lie.
 
-    lengths: new tokens of each, on the host; follows[i]: sequence i continues sequence i - 1, the same text cut where a
-    snapshot is due, and reads the state page that i - 1 writes. Page ids below 0 are of padding: nothing is read or
-    written there.
+    lengths, pasts: new tokens of each and tokens before these, on the host; follows[i]: sequence i continues sequence
+    i - 1, the same text cut where a snapshot is due, and reads the state page that i - 1 writes. Page ids below 0 are of
+    padding: nothing is read or written there.
     """
 
     rows: slice  # of the batch
     lengths: list
+    pasts: list
     follows: list
     longest: int  # no sequence has more tokens, past ones included
     page_size: int
-    past: torch.Tensor  # [B] int32: tokens before these
+    past: torch.Tensor  # [B] int32: pasts
     table: torch.Tensor  # [B, W] int32: history pages
     src: torch.Tensor  # [B, groups] int64: state pages read, unless past is 0
     dst: torch.Tensor  # [B, groups] int64: state pages written
@@ -269,7 +270,8 @@ class Batch:
         for i, j, rows in ((0, ones, slice(0, ones)), (ones, len(chunks), slice(ones, end))):
             if i < j:
                 longest = int((past[i:j] + tokens[i:j]).max())
-                parts.append(Part(rows, tokens[i:j].tolist(), follows[i:j], longest, P, *(x[i:j] for x in where)))
+                lengths, pasts = tokens[i:j].tolist(), past[i:j].tolist()
+                parts.append(Part(rows, lengths, pasts, follows[i:j], longest, P, *(x[i:j] for x in where)))
         return cls(pool, parts, slots)
 
     def state(self, kda_index, part):
