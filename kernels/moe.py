@@ -12,10 +12,11 @@ import triton.language as tl
 
 import kernels
 
+MASKS = 0x80808080 - 2**32, 0x8E008E00 - 2**32  # the signs of bytes; two float16: sign, 2 bits of exponent, 1 of mantissa
 FEW = 64  # up to so many tokens the products with one weight are bound by its bytes
 IN_TILE = dict(BLOCK_O=128, BLOCK_K=128, num_warps=4, num_stages=5)
-W13_TILE = dict(BLOCK_R=16, BLOCK_G=16, num_warps=4)
-W2_TILE = dict(BLOCK_R=4, BLOCK_C=4, BLOCK_G=32, num_warps=4)
+W13_TILE = dict(BLOCK_R=8, BLOCK_G=16, num_warps=1)
+W2_TILE = dict(BLOCK_R=2, BLOCK_G=32, num_warps=1)
 
 
 # ---------------------------------------------------------------- the input projection
@@ -23,8 +24,8 @@ W2_TILE = dict(BLOCK_R=4, BLOCK_C=4, BLOCK_G=32, num_warps=4)
 
 @triton.jit
 def _in_kernel(
-    x, w, logits, features, N, O, H, x_row,
-    E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, logits, features, N, O, x_row,
+    H: tl.constexpr, E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     n, o, h = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_K)
     rows = w + o[:, None].to(tl.int64) * H
@@ -32,7 +33,7 @@ def _in_kernel(
     for k in range(0, H, BLOCK_K):
         wk = tl.load(rows + (k + h), mask=(o[:, None] < O) & (k + h < H), other=0)
         xk = tl.load(x + n * x_row + (k + h)[:, None], mask=(n < N) & ((k + h)[:, None] < H), other=0)
-        acc = tl.dot(wk, xk, acc)
+        acc = tl.dot(wk, xk, acc, input_precision="ieee")
     acc, n = acc.T, n[:, None]
     tl.store(logits + n * E + o, acc, mask=(n < N) & (o < E))
     tl.store(features + n * (O - E) + (o - E), acc, mask=(n < N) & (o >= E) & (o < O))
@@ -55,7 +56,7 @@ def in_projection(x, weight, num_experts, tile=None):
     tile = tile or IN_TILE
     rows = max(16, triton.next_power_of_2(N))
     _in_kernel[triton.cdiv(O, tile["BLOCK_O"]),](
-        x, weight, logits, features, N, O, H, x.stride(0), E=num_experts, BLOCK_N=rows, **tile
+        x, weight, logits, features, N, O, x.stride(0), H=H, E=num_experts, BLOCK_N=rows, **tile
     )  # fmt: skip
     return logits, features
 
@@ -196,97 +197,97 @@ def gated_act(x, cfg, block=1024):
 # ---------------------------------------------------------------- the experts of a few tokens
 #
 # A group is 32 codes of 4 bits: 16 bytes, loaded as 4 words. Shifted into place, a code is the top of a float16 (sign,
-# two bits of exponent, one of mantissa; zero and the subnormal 0.5 included) of 2^-14 its value, and two codes are moved
-# at a time: codes j and j + 4 of a word become the low and high half of one. Inputs are kept as [8, width / 8]: row j has
-# the inputs 8 m + j, so that the words m of a tile meet neighbours.
+# two bits of exponent, one of mantissa; zero and the subnormal 0.5 included) of 2^-14 its value. Codes j and j + 4 of a
+# word become the low and high half of one. Inputs are kept as [8, width / 8]: row j has the inputs 8 m + j, so that the
+# words m of a tile meet neighbours. The masks are arguments: were they constants, LLVM would
+# take the halves and bytes apart, and need more operations.
 
 
 @triton.jit
-def _halves(words, J: tl.constexpr):
+def _halves(words, signs, floats, J: tl.constexpr):
     """words int32 of 8 codes -> the codes J and J + 4 as float32, times 2^-14."""
-    sign = (words << (12 - 4 * J)) & -0x7FFF8000  # 0x80008000
-    rest = ((words << (9 - 4 * J)) if J < 3 else (words >> 3)) & 0x0E000E00
-    pair = sign | rest
+    sign = words if J % 2 else words << 4
+    rest = words >> 3 if J % 2 else words << 1
+    spread = (sign & signs) | (rest & ~signs)  # every second code lies in a byte, like a float8 e5m2
+    pair = (spread if J >= 2 else spread << 8) & floats
     low = pair.to(tl.int16).to(tl.float16, bitcast=True)
     high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit
-def _scales(s):
-    """Scale bytes -> 2^(s - 127) as float32; s = 0, 2^-127, counts as zero."""
-    return (s.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+def _by_group(p, scale, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """p [ROWS, 4 GROUPS], products of words; scale bytes [ROWS, GROUPS]: s is 2^(s - 127) -> [ROWS, GROUPS]."""
+    power = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # s = 0, 2^-127, counts as zero
+    return tl.sum(p.reshape(ROWS, GROUPS, 4), 2) * power
 
 
 @triton.jit
 def _w13_kernel(
-    z, ids, packed, scale, act, I, K, beta, linear,
+    z, ids, packed, scale, act, I, K, beta, linear, signs, floats,
     L: tl.constexpr, SITU: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_R of the inner units of one (token, choice). z [N, 8, L/8], act [N k, 8, I/8], float32."""
-    GROUPS: tl.constexpr = L // 32
+    WORDS: tl.constexpr = L // 8
     choice = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    gate = tl.load(ids + choice) * 2 * I + r[:, None]  # row of the gate; the row of up is I further
+    row = (tl.load(ids + choice) * 2 * I + r)[:, None]  # of the gate; the row of up is I further
+    packed += row * WORDS
+    scale += row * (L // 32)
     z += choice // K * L
     a = tl.zeros([BLOCK_R, BLOCK_G], tl.float32)
     u = tl.zeros([BLOCK_R, BLOCK_G], tl.float32)
-    for start in tl.static_range(0, GROUPS, BLOCK_G):
-        g = start + tl.arange(0, BLOCK_G)
-        m = g[:, None] * 4 + tl.arange(0, 4)
-        real = (r < I)[:, None] & (g < GROUPS)
-        at = packed + gate[:, :, None] * (L // 8) + m
-        wa = tl.load(at, mask=real[:, :, None], other=0)
-        wu = tl.load(at + I * (L // 8), mask=real[:, :, None], other=0)
-        sa = tl.load(scale + gate * GROUPS + g, mask=real, other=0)
-        su = tl.load(scale + (gate + I) * GROUPS + g, mask=real, other=0)
-        pa = tl.zeros([BLOCK_R, BLOCK_G, 4], tl.float32)
-        pu = tl.zeros([BLOCK_R, BLOCK_G, 4], tl.float32)
+    for start in range(0, L // 32, BLOCK_G):
+        g, m = start + tl.arange(0, BLOCK_G), start * 4 + tl.arange(0, BLOCK_G * 4)
+        real = (r < I)[:, None] & (m < WORDS)
+        wa = tl.load(packed + m, mask=real, other=0)
+        wu = tl.load(packed + I * WORDS + m, mask=real, other=0)
+        real = (r < I)[:, None] & (g < L // 32)
+        sa = tl.load(scale + g, mask=real, other=0)
+        su = tl.load(scale + I * (L // 32) + g, mask=real, other=0)
+        pa = tl.zeros([BLOCK_R, BLOCK_G * 4], tl.float32)
+        pu = tl.zeros([BLOCK_R, BLOCK_G * 4], tl.float32)
         for j in tl.static_range(4):
-            z0 = tl.load(z + j * (L // 8) + m, mask=m < L // 8, other=0)[None]
-            z4 = tl.load(z + (j + 4) * (L // 8) + m, mask=m < L // 8, other=0)[None]
-            low, high = _halves(wa, j)
+            z0 = tl.load(z + j * WORDS + m, mask=m < WORDS, other=0)
+            z4 = tl.load(z + (j + 4) * WORDS + m, mask=m < WORDS, other=0)
+            low, high = _halves(wa, signs, floats, j)
             pa += low * z0
             pa += high * z4
-            low, high = _halves(wu, j)
+            low, high = _halves(wu, signs, floats, j)
             pu += low * z0
             pu += high * z4
-        a += tl.sum(pa, 2) * 16384.0 * _scales(sa)
-        u += tl.sum(pu, 2) * 16384.0 * _scales(su)
-    out = _gated(tl.sum(a, 1), tl.sum(u, 1), beta, linear, SITU)
+        a += _by_group(pa, sa, BLOCK_R, BLOCK_G)
+        u += _by_group(pu, su, BLOCK_R, BLOCK_G)
+    out = _gated(tl.sum(a, 1) * 16384, tl.sum(u, 1) * 16384, beta, linear, SITU)
     tl.store(act + choice * I + r % 8 * (I // 8) + r // 8, out, mask=r < I)
 
 
 @triton.jit
 def _w2_kernel(
-    act, ids, weights, packed, scale, y, L, K,
-    I: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr,
+    act, ids, weights, packed, scale, y, L, signs, floats,
+    I: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_R outputs of one token, summed over its choices, BLOCK_C at a time. act [N k, 8, I/8]."""
-    GROUPS: tl.constexpr = I // 32
+    """One program: BLOCK_R outputs of one token, summed over its choices in their order. act [N k, 8, I/8]."""
+    WORDS: tl.constexpr = I // 8
     token = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    acc = tl.zeros([BLOCK_R, BLOCK_C, BLOCK_G], tl.float32)
-    for k in range(0, K, BLOCK_C):
-        c = k + tl.arange(0, BLOCK_C)
-        choice = token * K + c
-        weight = tl.load(weights + choice, mask=c < K, other=0)
-        row = tl.load(ids + choice, mask=c < K, other=0) * L + r[:, None]  # [R, C]
-        for start in tl.static_range(0, GROUPS, BLOCK_G):
-            g = start + tl.arange(0, BLOCK_G)
-            m = g[:, None] * 4 + tl.arange(0, 4)
-            real = ((r < L)[:, None] & (c < K))[:, :, None] & (g < GROUPS)
-            words = tl.load(packed + row[:, :, None, None] * (I // 8) + m, mask=real[:, :, :, None], other=0)
-            s = tl.load(scale + row[:, :, None] * GROUPS + g, mask=real, other=0)
-            inputs = act + choice[:, None, None] * I + m  # [C, G, 4]
-            there = (c < K)[:, None, None] & (m < I // 8)
-            p = tl.zeros([BLOCK_R, BLOCK_C, BLOCK_G, 4], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_G], tl.float32)
+    for k in range(K):
+        choice = token * K + k
+        row = (tl.load(ids + choice) * L + r)[:, None]
+        weight = tl.load(weights + choice) * 16384
+        for start in tl.static_range(0, I // 32, BLOCK_G):
+            g, m = start + tl.arange(0, BLOCK_G), start * 4 + tl.arange(0, BLOCK_G * 4)
+            words = tl.load(packed + row * WORDS + m, mask=(r < L)[:, None] & (m < WORDS), other=0)
+            s = tl.load(scale + row * (I // 32) + g, mask=(r < L)[:, None] & (g < I // 32), other=0)
+            p = tl.zeros([BLOCK_R, BLOCK_G * 4], tl.float32)
             for j in tl.static_range(4):
-                low, high = _halves(words, j)
-                p += low * tl.load(inputs + j * (I // 8), mask=there, other=0)[None]
-                p += high * tl.load(inputs + (j + 4) * (I // 8), mask=there, other=0)[None]
-            acc += tl.sum(p, 3) * 16384.0 * _scales(s) * weight[:, None]
-    tl.store(y + token * L + r, tl.sum(tl.sum(acc, 2), 1), mask=r < L)
+                low, high = _halves(words, signs, floats, j)
+                inputs = act + choice * I + m
+                p += low * tl.load(inputs + j * WORDS, mask=m < WORDS, other=0)
+                p += high * tl.load(inputs + (j + 4) * WORDS, mask=m < WORDS, other=0)
+            acc += _by_group(p, s, BLOCK_R, BLOCK_G) * weight
+    tl.store(y + token * L + r, tl.sum(acc, 1), mask=r < L)
 
 
 def _experts_why_not(z, ids, weights, experts, cfg):
@@ -310,10 +311,10 @@ def experts_of_few(z, ids, weights, experts, cfg, w13_tile=None, w2_tile=None):
     tile = w13_tile or W13_TILE
     _w13_kernel[N * K, triton.cdiv(I, tile["BLOCK_R"])](
         eighths, ids, experts.w13_packed.view(torch.int32), experts.w13_scale, act, I, K,
-        cfg.activation_situ_beta, cfg.activation_situ_linear_beta, L=L, SITU=cfg.hidden_act == "situ", **tile,
+        cfg.activation_situ_beta, cfg.activation_situ_linear_beta, *MASKS, L=L, SITU=cfg.hidden_act == "situ", **tile,
     )  # fmt: skip
     tile = w2_tile or W2_TILE
     _w2_kernel[N, triton.cdiv(L, tile["BLOCK_R"])](
-        act, ids, weights, experts.w2_packed.view(torch.int32), experts.w2_scale, y, L, K, I=I, **tile,
+        act, ids, weights, experts.w2_packed.view(torch.int32), experts.w2_scale, y, L, *MASKS, I=I, K=K, **tile,
     )  # fmt: skip
     return y
