@@ -37,6 +37,12 @@ def activation(a, u, cfg):
     return (beta * torch.tanh(x / beta) * torch.sigmoid(x) * linear * torch.tanh(y / linear)).to(a.dtype)
 
 
+@kernels.op("gated_act")
+def gated_act(x, cfg):
+    """x [N, 2 I], gate | up (a view of wider rows will do) -> their activation [N, I], contiguous."""
+    return activation(*x.chunk(2, dim=-1), cfg)
+
+
 # ---------------------------------------------------------------- MXFP4
 
 
@@ -160,24 +166,28 @@ def _combine(y, weights):
     return (wide(y.unflatten(0, weights.shape)) * weights[..., None]).sum(1)
 
 
+@kernels.op("moe_in")
+def in_projection(x, weight, num_experts):
+    """x [N, H], weight [E + F, H] with the router's rows first -> its logits [N, E] float32, the others' x W^T [N, F]."""
+    # The logits in float64, then rounded: a float32 product may give equal rows logits that differ in the last bit by how
+    # many tokens run together, and ties (by id) would be decided by that.
+    with no_autocast(x):
+        logits = F.linear(x.double(), weight[:num_experts].double()).to(wide(x[:0]).dtype)
+    return logits, F.linear(x, weight[num_experts:])
+
+
 class Router(nn.Module):
-    """Scores the experts and chooses k a token; balanced without an auxiliary loss (arXiv 2412.19437)."""
+    """Chooses k of E experts a token by their logits; balanced without an auxiliary loss (arXiv 2412.19437)."""
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        self.weight = nn.Parameter(torch.randn(cfg.num_experts, cfg.hidden_size) * 0.5 * cfg.hidden_size**-0.5)
-        self.e_score_correction_bias = nn.Parameter(
-            torch.zeros(cfg.num_experts, dtype=wide_dtype()), requires_grad=False
-        )
+        bias = torch.zeros(cfg.num_experts, dtype=wide_dtype())
+        self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
 
-    def forward(self, x):
-        """x [N, H] -> expert ids [N, k] int64, weights [N, k] float32."""
-        # In float64, then rounded: a float32 product may give equal rows logits that differ in the last bit by how many
-        # tokens run together, and ties (by id) would be decided by that.
-        with no_autocast(x):
-            logits = F.linear(x.double(), self.weight.double())
-        return route(logits.to(wide(x[:0]).dtype), self.e_score_correction_bias, self.cfg)
+    def forward(self, logits):
+        """logits [N, E] -> expert ids [N, k] int64, weights [N, k] float32."""
+        return route(logits, self.e_score_correction_bias, self.cfg)
 
 
 @kernels.op("router")
@@ -215,7 +225,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, cfg.hidden_size, bias=False)
 
     def forward(self, x):
-        return self.down_proj(activation(*self.in_proj(x).chunk(2, dim=-1), self.cfg))
+        return self.down_proj(gated_act(self.in_proj(x), self.cfg))
 
     def published(self):
         """Published tensor name -> the view of our fused weights that holds it."""
@@ -231,7 +241,7 @@ class MoE(nn.Module):
         self.cfg = cfg
         self.latent = cfg.routed_expert_hidden_size
         shared = cfg.num_shared_experts * cfg.moe_intermediate_size
-        self.sizes = [self.latent or 0, shared, shared]  # latent | shared gate | shared up
+        self.sizes = [cfg.num_experts, self.latent or 0, shared, shared]  # router | latent | shared gate | shared up
         self.gate = Router(cfg)
         self.in_proj = nn.Linear(cfg.hidden_size, sum(self.sizes), bias=False)
         self.experts = Experts(cfg.num_experts, self.latent or cfg.hidden_size, cfg.moe_intermediate_size)
@@ -243,18 +253,19 @@ class MoE(nn.Module):
 
     def forward(self, x):
         """x [N, H] -> [N, H]."""
-        z, a, u = self.in_proj(x).split(self.sizes, dim=-1)
-        y = routed_experts(z if self.latent else x, *self.gate(x), self.experts, self.cfg)
+        logits, features = in_projection(x, self.in_proj.weight, self.cfg.num_experts)
+        z, shared = features.split([self.sizes[1], 2 * self.sizes[2]], dim=-1)
+        y = routed_experts(z if self.latent else x, *self.gate(logits), self.experts, self.cfg)
         if self.cfg.latent_moe_use_norm:
             y = self.routed_expert_norm(y)
         if self.latent:
             y = self.routed_expert_up_proj(y)
-        return y + self.shared_down_proj(activation(a, u, self.cfg)) if self.cfg.num_shared_experts else y
+        return y + self.shared_down_proj(gated_act(shared, self.cfg)) if self.cfg.num_shared_experts else y
 
     def published(self):
         """Published tensor name -> the view of our fused and stacked weights that holds it."""
-        down, gate, up = self.in_proj.weight.split(self.sizes)
-        names = {"gate.weight": self.gate.weight, "gate.e_score_correction_bias": self.gate.e_score_correction_bias}
+        router, down, gate, up = self.in_proj.weight.split(self.sizes)
+        names = {"gate.weight": router, "gate.e_score_correction_bias": self.gate.e_score_correction_bias}
         if self.latent:
             names |= {
                 "routed_expert_down_proj.weight": down,

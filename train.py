@@ -208,17 +208,18 @@ def count_load(router, args, output):
         router.load = router.load.scatter_add(0, ids, torch.ones_like(ids, dtype=torch.float32))
 
 
-def balance(routers, rate):
-    """Moves router biases one step against the loads and zeroes these -> largest / mean load of the worst layer, 0-dim.
+def balance(layers, rate):
+    """Moves the router biases of MoE layers one step against the loads and zeroes these -> largest / mean load of the
+    worst layer, 0-dim.
 
     Only the sign counts, and no loss term disturbs the model (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
-    loads = torch.stack([router.load for router in routers])
+    loads = torch.stack([layer.gate.load for layer in layers])
     mean = loads.mean(1, keepdim=True)
-    for router, move in zip(routers, rate * (mean - loads).sign()):
-        router.load = torch.zeros_like(move)
-        if router.weight.requires_grad:  # a frozen model keeps its choices
-            router.e_score_correction_bias += move
+    for layer, move in zip(layers, rate * (mean - loads).sign()):
+        layer.gate.load = torch.zeros_like(move)
+        if layer.in_proj.weight.requires_grad:  # a frozen model keeps its choices
+            layer.gate.e_score_correction_bias += move
     return (loads / mean).max()
 
 
@@ -241,11 +242,11 @@ def train(opt):
 
     torch.manual_seed(opt.seed)
     model = K3(config(opt, tokenizer.vocab_size)).to(device).train()
-    optimizer, routers = make_optimizer(model, opt), [m for m in model.modules() if isinstance(m, moe.Router)]
+    optimizer, moes = make_optimizer(model, opt), [m for m in model.modules() if isinstance(m, moe.MoE)]
     add_dropout(model, opt.dropout)
-    for router in routers:
-        router.load = torch.zeros_like(router.e_score_correction_bias)
-        router.register_forward_hook(count_load)
+    for layer in moes:
+        layer.gate.load = torch.zeros_like(layer.gate.e_score_correction_bias)
+        layer.gate.register_forward_hook(count_load)
     first, history, sums = 0, [], torch.zeros(3, device=device)  # sums since the last row: loss, MTP loss, balance
     if opt.resume:
         saved = torch.load(out / "train.pt", map_location=device, weights_only=True)
@@ -276,7 +277,7 @@ def train(opt):
         nn.utils.clip_grad_norm_(model.parameters(), opt.clip)
         optimizer.step()
         # Sums stay on the device: to read them in every step would make the host wait for it.
-        sums += torch.stack([loss.detach(), mtp.detach(), balance(routers, opt.bias_rate)])
+        sums += torch.stack([loss.detach(), mtp.detach(), balance(moes, opt.bias_rate)])
 
         done, last = step + 1, step + 1 == opt.steps
         measure = last or done % opt.eval_every == 0

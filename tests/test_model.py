@@ -11,6 +11,7 @@ from cache import Batch
 from checkpoint import tensors_to_write
 from kda import kda
 from model import K3, K3Config
+from moe import in_projection
 
 # ---------------------------------------------------------------- reference cases
 
@@ -188,7 +189,9 @@ def test_autocast_leaves_statistics_and_states_alone():
     model, x = tiny_model(), torch.randn(70, 48)
     layer, ids = model.layers[1], torch.arange(60)[None]
     (q, k, v, g), state = torch.randn(4, 1, 70, 3, 20) / 20, torch.randn(1, 3, 20, 20)
-    parts = [lambda: layer.ffn.gate(x), lambda: (attnres_mix([x.flip(0), x], *layer.mlp_res.weights()),)]
+    gate, rows = layer.ffn.gate, layer.ffn.in_proj.weight
+    parts = [lambda: gate(in_projection(x, rows, 6)[0])]
+    parts += [lambda: (attnres_mix([x.flip(0), x], *layer.mlp_res.weights()),)]
     parts += [lambda: kda(q, k, v, -g.abs(), g[..., 0].sigmoid(), state)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside, logits = [part() for part in parts], model(ids)

@@ -6,7 +6,7 @@ from helpers import fp4_value, mxfp4_decode, norm64, perturb, published64, rel, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe import MLP, Experts, MoE, Router, activation, mxfp4_pack, mxfp4_unpack, route, routed_experts
+from moe import MLP, Experts, MoE, activation, in_projection, mxfp4_pack, mxfp4_unpack, route, routed_experts
 
 # ---------------------------------------------------------------- router
 
@@ -78,14 +78,19 @@ def test_bias_chooses_but_does_not_weigh():
     assert rel(weights[0], p / p.sum()) < 1e-6
 
 
+def chosen(moe, x):
+    """The expert ids and weights of rows x [N, H]."""
+    return moe.gate(in_projection(x, moe.in_proj.weight, moe.cfg.num_experts)[0])
+
+
 def test_router_of_a_bf16_model_is_float32():
     """Scores that bf16 cannot tell apart are told apart."""
     cfg = tiny_config(num_experts=4, num_experts_per_token=1)
     moe = MoE(cfg).bfloat16()
     weight = torch.zeros(4, cfg.hidden_size)
     weight[:, 0], weight[:, 1] = 1, torch.tensor([0, 1, 3, 2]) * 2.0**-12  # 1 + 2^-12 is 1 in bf16
-    moe.gate.weight.data = weight.bfloat16()
-    ids, weights = moe.gate(torch.ones(1, cfg.hidden_size, dtype=torch.bfloat16))
+    moe.in_proj.weight.data[:4] = weight.bfloat16()
+    ids, weights = chosen(moe, torch.ones(1, cfg.hidden_size, dtype=torch.bfloat16))
     assert ids.tolist() == [[2]] and weights.dtype == torch.float32
 
 
@@ -345,16 +350,16 @@ def test_pack_refuses_ragged_rows(width):
 @pytest.mark.parametrize("experts, hidden", [(6, 96), (12, 48), (34, 200)])
 def test_equal_router_rows_tie_whatever_runs_with_them(experts, hidden):
     """Two experts with the same weights and bias: the lower id wins, for a token alone and in any company."""
-    router = Router(tiny_config(num_experts=experts, hidden_size=hidden, num_experts_per_token=3))
+    moe = MoE(tiny_config(num_experts=experts, hidden_size=hidden, num_experts_per_token=3))
     half = experts // 2
     with torch.no_grad():
-        router.weight[half:] = router.weight[:half]
+        moe.in_proj.weight[half:experts] = moe.in_proj.weight[:half]
         x = torch.randn(77, hidden)
-        ids = router(x)[0]
+        ids = chosen(moe, x)[0]
         for n in (1, 2, 7, 16, 33):
-            assert all(torch.equal(router(part)[0], want) for part, want in zip(x.split(n), ids.split(n)))
-    for chosen in ids.tolist():  # of each pair the lower comes first, and the higher only right behind it
-        assert all(chosen[i - 1] == e - half for i, e in enumerate(chosen) if e >= half)
+            assert all(torch.equal(chosen(moe, part)[0], want) for part, want in zip(x.split(n), ids.split(n)))
+    for row in ids.tolist():  # of each pair the lower comes first, and the higher only right behind it
+        assert all(row[i - 1] == e - half for i, e in enumerate(row) if e >= half)
 
 
 @pytest.mark.parametrize("activation_func", ["sigmoid", "softmax"])

@@ -162,30 +162,33 @@ def test_tokenizer(trained):
 def test_balance_evens_the_loads():
     torch.manual_seed(0)
     cfg = train.config(train.settings(SIZES.split()), 600)
-    routers = [moe.Router(cfg), moe.Router(cfg)]
+    layers = [moe.MoE(cfg), moe.MoE(cfg)]
+    routers = [layer.gate for layer in layers]
     with torch.no_grad():
-        routers[0].weight[2] += 0.5  # inputs have a common part, so one expert is everyone's favourite
+        layers[0].in_proj.weight[2] += 0.5  # inputs have a common part, so one expert is everyone's favourite
+
+    def choose(x):
+        for layer in layers:
+            layer.gate(moe.in_projection(x, layer.in_proj.weight, 6)[0])
+
     for router in routers:
         router.load = torch.zeros(6)
         router.register_forward_hook(train.count_load)
     worst = []
     for step in range(200):
-        x = torch.randn(256, 32) + 0.5
-        for router in routers:
-            router(x)
+        choose(torch.randn(256, 32) + 0.5)
         assert all(router.load.sum() == 512 for router in routers)
-        worst.append(train.balance(routers, 0.01 if step < 150 else 0.001).item())
+        worst.append(train.balance(layers, 0.01 if step < 150 else 0.001).item())
         assert all((router.load == 0).all() for router in routers)
     assert worst[0] > 2.5 and max(worst[-20:]) < 1.3
-    routers[0].weight.requires_grad_(False)
+    layers[0].in_proj.weight.requires_grad_(False)
     kept, moved = (router.e_score_correction_bias.clone() for router in routers)
-    for router in routers:
-        router(x)
-    train.balance(routers, 0.01)
+    choose(torch.randn(256, 32) + 0.5)
+    train.balance(layers, 0.01)
     assert torch.equal(routers[0].e_score_correction_bias, kept)
     assert not torch.equal(routers[1].e_score_correction_bias, moved)
     routers[0].eval()
-    routers[0](x)
+    choose(torch.randn(256, 32) + 0.5)
     assert routers[0].load.sum() == 0, "measuring must not count"
 
 
