@@ -21,7 +21,7 @@ from collections import Counter
 
 import torch
 
-FILES = ("attnres", "dense", "kda", "mla", "moe")
+FILES = ("attnres", "dense", "kda", "mla", "moe", "moe_grouped")
 PREFERENCE = ("triton", "cudnn", "fla", "torch")  # what auto tries, in this order; other backends run only by name
 counts = Counter()  # (op, backend) -> calls
 _ops = {}  # op -> {backend: (function, why_not)}

@@ -1,0 +1,46 @@
+"""Shared by the kernels' tests: where they run (interpreter, compiler, GPU), and the compile-only check."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+
+# A kernel test runs in the interpreter (default run, in the subprocess that `run_interpreted` starts), or on a GPU.
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the subprocess with TRITON_INTERPRET=1")
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA GPU here")]
+compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+
+
+def run_interpreted(file):
+    """Runs the tests of `file` that are marked `interpreted` in a process whose Triton interprets. Called by one test."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    root = Path(file).parent.parent
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(file)]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def compile_for_all(kernel, signature, constants, num_warps=4, num_stages=2):
+    """Compiles a kernel for sm_90 and gfx950 without a GPU. signature: name -> "*bf16", "i32", ...; returns both."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    built = {}
+    for name, target in (("sm_90", GPUTarget("cuda", 90, 32)), ("gfx950", GPUTarget("hip", "gfx950", 64))):
+        full = {arg: signature.get(arg, "constexpr") for arg in kernel.arg_names}
+        source = triton.compiler.ASTSource(fn=kernel, signature=full, constexprs=constants)
+        built[name] = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+    return built
+
+
+def rel(a, b):
+    """Norm of the difference over norm of b, in float64; NaN where a has one."""
+    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+    assert a.shape == b.shape, f"{tuple(a.shape)} against {tuple(b.shape)}"
+    return float((a - b).norm() / b.norm())
