@@ -88,6 +88,24 @@ def _plane_fp8(w, shift, j: tl.constexpr):
 
 
 @triton.jit
+def _unpack(w, power, DTYPE: tl.constexpr):
+    """Words w [OUT, W] and the power of two of each -> [OUT, 8 W], in each block plane after plane."""
+    if DTYPE == tl.float8e4nv:
+        planes = tl.join(_plane_fp8(w, power, 0), _plane_fp8(w, power, 1))
+        planes = planes.reshape(w.shape[0], w.shape[1] // 16, 64, 2).permute(0, 1, 3, 2)
+    else:
+        if INTERPRETED or DTYPE == tl.float32:
+            even = tl.join(_plane_f32(w, power, 0), _plane_f32(w, power, 2))
+            odd = tl.join(_plane_f32(w, power, 1), _plane_f32(w, power, 3))
+        else:
+            even = tl.join(_plane_bf16(w, power, 0), _plane_bf16(w, power, 2))
+            odd = tl.join(_plane_bf16(w, power, 1), _plane_bf16(w, power, 3))
+        planes = tl.join(even, odd).to(DTYPE)
+        planes = planes.reshape(w.shape[0], w.shape[1] // 16, 32, 2, 2).permute(0, 1, 3, 4, 2)
+    return planes.reshape(w.shape[0], 8 * w.shape[1])
+
+
+@triton.jit
 def _dot(a, x, acc):
     if INTERPRETED:  # which multiplies the bit patterns of bf16
         a, x = a.to(tl.float32), x.to(tl.float32)
@@ -95,19 +113,22 @@ def _dot(a, x, acc):
 
 
 @triton.jit
-def _columns(p, BK: tl.constexpr, PLANES: tl.constexpr):
-    """Position p in a row that is stored plane by plane -> the column it holds."""
-    SIZE: tl.constexpr = BK // PLANES
-    return p // BK * BK + p % SIZE * PLANES + p % BK // SIZE
+def _columns(p, PLANES: tl.constexpr):
+    """Position p in a row stored in blocks of 128, plane by plane -> the column it holds. PLANES 1: they are the same."""
+    SIZE: tl.constexpr = 128 // PLANES
+    IN_WORD: tl.constexpr = 8 // PLANES
+    v = p % SIZE // IN_WORD
+    word = v % 4 * 4 + v // 4  # each of four threads unpacks four words in a row: one group of 32, with one scale
+    column = word * 8 + p % IN_WORD * PLANES + p % 128 // SIZE
+    return p // 128 * 128 + column if PLANES > 1 else p
 
 
 @triton.jit
-def _planes_kernel(x_ptr, out_ptr, scale_ptr, WIDTH, PADDED, BK: tl.constexpr, PLANES: tl.constexpr, FP8: tl.constexpr,
-                   BLOCK: tl.constexpr):  # fmt: skip
+def _planes_kernel(x_ptr, out_ptr, scale_ptr, WIDTH, PADDED, PLANES: tl.constexpr, FP8: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
     """A row of x [n, WIDTH] -> out [n, PADDED] plane by plane, zeros behind it; in FP8 e4m3 and its scale [n]."""
     row = tl.program_id(0).to(tl.int64)
-    p = tl.arange(0, BLOCK)
-    column = _columns(p, BK, PLANES)
+    p = tl.arange(0, SIZE)
+    column = _columns(p, PLANES)
     x = tl.load(x_ptr + row * WIDTH + column, (p < PADDED) & (column < WIDTH), other=0.0)
     if FP8:
         largest = tl.max(tl.abs(x.to(tl.float32)))
@@ -163,7 +184,6 @@ def _grouped_kernel(x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, order_ptr, start_pt
     an expert's first tile. ACT (GEMM 1): x rows are tokens, y [n, stride] gets sorted rows, NEXT planes; else x rows
     are sorted and y rows are order's.
     """
-    PLANES: tl.constexpr = 2 if FP8 else 4
     per_tile = tl.cdiv(2 * stride if ACT else ROWS, OUT)
     tile, part = tl.program_id(0) // per_tile, tl.program_id(0) % per_tile
     expert = tl.load(tile_ptr + tile)
@@ -175,7 +195,7 @@ def _grouped_kernel(x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, order_ptr, start_pt
     r = tl.arange(0, OUT)  # the rows of W, and where in y their outputs go
     if ACT:
         out = part * (OUT // 2) + tl.arange(0, OUT // 2)
-        inner = _columns(part * (OUT // 2) + r // 16 * 8 + r % 8, BK, NEXT)
+        inner = _columns(part * (OUT // 2) + r // 16 * 8 + r % 8, NEXT)
         row_w = inner + r // 8 % 2 * (ROWS // 2)
         real_w = inner < ROWS // 2
     else:
@@ -196,37 +216,35 @@ def _grouped_kernel(x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, order_ptr, start_pt
             from_1 = tl.load(order_ptr + row_1, row_1 < end, other=0) // CHOICES
         if T > 2:
             from_2 = tl.load(order_ptr + row_2, row_2 < end, other=0) // CHOICES
-    column = tl.arange(0, BK // PLANES)[:, None]
+    column = tl.arange(0, BK)[:, None]
     x_0 = x_ptr + from_0.to(tl.int64)[None, :] * PADDED + column
     x_1 = x_ptr + from_1.to(tl.int64)[None, :] * PADDED + column
     x_2 = x_ptr + from_2.to(tl.int64)[None, :] * PADDED + column
-    words, groups = tl.arange(0, BK // 8)[None, :], tl.arange(0, BK // 32)[None, :]
+    words, lane = tl.arange(0, BK // 8)[None, :], tl.arange(0, 4)[None, None, :]
     w_at = w_ptr + row_w[:, None] * (K // 8) + words
-    s_at = s_ptr + row_w[:, None] * (K // 32) + groups
+    blocks = tl.arange(0, BK // 128)[None, :, None]
+    if K % BK == 0:  # the four scales of a block as a word, read by each of four threads: copies have 4 bytes at least
+        s_at = s_ptr.to(tl.pointer_type(tl.int32)) + row_w[:, None, None] * (K // 128) + blocks + 0 * lane
+    else:
+        s_at = s_ptr + row_w[:, None, None] * (K // 32) + blocks * 4 + lane
 
     acc_0 = tl.zeros((OUT, TT), tl.float32)
     acc_1 = tl.zeros((OUT, TT), tl.float32)
     acc_2 = tl.zeros((OUT, TT), tl.float32)
     for k in range(0, K, BK):
         if K % BK == 0:
-            w, s = tl.load(w_at + k // 8), tl.load(s_at + k // 32)
+            w, s = tl.load(w_at + k // 8), (tl.load(s_at + k // 128) >> (lane * 8)) & 255
         else:
             w = tl.load(w_at + k // 8, words < (K - k) // 8, other=0)
-            s = tl.load(s_at + k // 32, groups < (K - k) // 32, other=0)
-        power = tl.broadcast_to((base + s.to(tl.int32))[:, :, None], (OUT, BK // 32, 4)).reshape(OUT, BK // 8)
-        for j in tl.static_range(PLANES):
-            if FP8:
-                a = _plane_fp8(w, power, j)
-            elif INTERPRETED or x_ptr.dtype.element_ty == tl.float32:
-                a = _plane_f32(w, power, j).to(x_ptr.dtype.element_ty)
-            else:
-                a = _plane_bf16(w, power, j)
-            at = k + j * (BK // PLANES)
-            acc_0 = _dot(a, tl.load(x_0 + at, (row_0 < end)[None, :], other=0.0), acc_0)
-            if T > 1:
-                acc_1 = _dot(a, tl.load(x_1 + at, (row_1 < end)[None, :], other=0.0), acc_1)
-            if T > 2:
-                acc_2 = _dot(a, tl.load(x_2 + at, (row_2 < end)[None, :], other=0.0), acc_2)
+            s = tl.load(s_at + k // 32, blocks * 4 + lane < (K - k) // 32, other=0).to(tl.int32)
+        w = w.reshape(OUT, BK // 128, 4, 4).permute(0, 1, 3, 2).reshape(OUT, BK // 8)
+        power = tl.broadcast_to((base[:, :, None] + s)[:, :, None, :], (OUT, BK // 128, 4, 4)).reshape(OUT, BK // 8)
+        a = _unpack(w, power, x_ptr.dtype.element_ty)
+        acc_0 = _dot(a, tl.load(x_0 + k, (row_0 < end)[None, :], other=0.0), acc_0)
+        if T > 1:
+            acc_1 = _dot(a, tl.load(x_1 + k, (row_1 < end)[None, :], other=0.0), acc_1)
+        if T > 2:
+            acc_2 = _dot(a, tl.load(x_2 + k, (row_2 < end)[None, :], other=0.0), acc_2)
 
     _finish(acc_0, largest, x_scale_ptr, from_0, row_0, row_0 < end, out, order_ptr, y_ptr, stride, beta, linear,
             SITU, ACT, FP8, OUT, TT)  # fmt: skip
@@ -239,25 +257,29 @@ def _grouped_kernel(x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, order_ptr, start_pt
 
 
 @triton.jit
-def _combine_kernel(y_ptr, weight_ptr, out_ptr, WIDTH, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(y_ptr, weight_ptr, out_ptr, WIDTH, CHOICES: tl.constexpr, SIZE: tl.constexpr):
     """y [N * CHOICES, WIDTH], weight [N, CHOICES] -> out [N, WIDTH], summed in float32 in the order of the choices."""
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    acc = tl.zeros((SIZE,), tl.float32)
     for c in tl.static_range(CHOICES):
         y = tl.load(y_ptr + (token * CHOICES + c) * WIDTH + column, column < WIDTH, other=0.0)
         acc += y.to(tl.float32) * tl.load(weight_ptr + token * CHOICES + c).to(tl.float32)
     tl.store(out_ptr + token * WIDTH + column, acc.to(out_ptr.dtype.element_ty), column < WIDTH)
 
 
-def _planes(x, BK, planes, fp8):
-    """x [n, width] -> [n, width padded to BK] plane by plane, and the scale of each row in FP8 (else unused)."""
+def _planes(x, planes, fp8):
+    """x [n, width] -> [n, width padded to 256] plane by plane, and the scale of each row in FP8 (else unused)."""
     n, width = x.shape
-    out = x.new_empty(n, -(-width // BK) * BK, dtype=torch.float8_e4m3fn if fp8 else x.dtype)
+    out = x.new_empty(n, _padded(width), dtype=torch.float8_e4m3fn if fp8 else x.dtype)
     scale = x.new_empty(n if fp8 else 1, dtype=torch.float32)
-    _planes_kernel[(n,)](x, out, scale, width, out.shape[1], BK, planes, fp8, triton.next_power_of_2(out.shape[1]),
+    _planes_kernel[(n,)](x, out, scale, width, out.shape[1], planes, fp8, triton.next_power_of_2(out.shape[1]),
                          num_warps=4)  # fmt: skip
     return out, scale
+
+
+def _padded(width):
+    return -(-width // 256) * 256
 
 
 def _tiles(ids, num, size):
@@ -274,11 +296,10 @@ def _tiles(ids, num, size):
 def _grouped(z, ids, weights, experts, cfg, fp8, settings=None):
     (N, L), k, num = z.shape, ids.shape[1], cfg.num_experts
     settings = dict(settings or config(N * k, num, fp8))
-    BK, planes, inner = settings["BK"], 2 if fp8 else 4, experts.inner
+    planes, inner = 2 if fp8 else 4, experts.inner
     order, start, tile, first = _tiles(ids, num, settings["T"] * settings["TT"])
-    x, scale = _planes(z.contiguous(), BK, planes, fp8)
-    padded = -(-inner // BK) * BK
-    act, y = z.new_empty(N * k, padded), z.new_empty(N * k, L)
+    x, scale = _planes(z.contiguous(), planes, fp8)
+    act, y = z.new_empty(N * k, _padded(inner)), z.new_empty(N * k, L)
 
     def gemm(x, scale, name, out, K, act):
         w, s = getattr(experts, f"{name}_packed"), getattr(experts, f"{name}_scale")
@@ -290,7 +311,7 @@ def _grouped(z, ids, weights, experts, cfg, fp8, settings=None):
         )  # fmt: skip
 
     gemm(x, scale, "w13", act, L, True)
-    act, scale = _planes(act, BK, 1, True) if fp8 else (act, scale)  # already plane by plane
+    act, scale = _planes(act, 1, True) if fp8 else (act, scale)  # already plane by plane
     gemm(act, scale, "w2", y, inner, False)
     out = torch.empty_like(z, memory_format=torch.contiguous_format)
     _combine_kernel[(N, triton.cdiv(L, 1024))](y, weights.contiguous(), out, L, k, 1024)
