@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from attnres import RMSNorm, no_autocast, rms_norm, wide, wide_dtype
+from attnres import Linear, RMSNorm, no_autocast, rms_norm, wide, wide_dtype
 
 CHUNK, BLOCK = 64, 16
 
@@ -230,17 +230,17 @@ class KDA(nn.Module):
             self.dim,
             self.heads,
         ]  # q|k|v, gate, f_a, b
-        self.in_proj = nn.Linear(cfg.hidden_size, sum(self.sizes), bias=False)
+        self.in_proj = Linear(cfg.hidden_size, sum(self.sizes))
         self.conv_weight = nn.Parameter(torch.empty(3 * inner, cfg.conv_kernel, dtype=wide_dtype()).uniform_(-0.5, 0.5))
-        self.f_b_proj = nn.Linear(self.dim, inner, bias=False)
+        self.f_b_proj = Linear(self.dim, inner)
         if not self.full_rank_gate:
-            self.g_b_proj = nn.Linear(self.dim, inner, bias=False)
+            self.g_b_proj = Linear(self.dim, inner)
         self.A_log = nn.Parameter(
             torch.zeros(cfg.A_log_size, dtype=wide_dtype())
         )  # K3 pads it: the first `heads` values count
         self.dt_bias = nn.Parameter(torch.empty(inner, dtype=wide_dtype()).uniform_(-7, -1))
         self.o_norm = RMSNorm(self.dim, cfg.rms_norm_eps, dtype=wide_dtype())
-        self.o_proj = nn.Linear(inner, cfg.hidden_size, bias=False)
+        self.o_proj = Linear(inner, cfg.hidden_size)
 
     def forward(self, x, batch):
         """x [N, H], the rows of all sequences in `batch` -> [N, H]. Reads and writes their state pages."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from attnres import RMSNorm, rms_norm, wide
+from attnres import Linear, RMSNorm, rms_norm, wide
 from cache import FP8, FP8_MAX
 
 ABSORB = 16  # up to this many queries a sequence use the absorbed form
@@ -148,13 +148,13 @@ class MLA(nn.Module):
         self.qk_dim = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim
         q_out, inner = self.heads * self.qk_dim, self.heads * self.v_dim
         self.sizes = [self.q_rank or q_out, self.rank + self.pe, inner if self.gated else 0]  # q_a (or q), kv_a, gate
-        self.in_proj = nn.Linear(cfg.hidden_size, sum(self.sizes), bias=False)
+        self.in_proj = Linear(cfg.hidden_size, sum(self.sizes))
         if self.q_rank:
             self.q_a_layernorm = RMSNorm(self.q_rank, LATENT_EPS)
-            self.q_b_proj = nn.Linear(self.q_rank, q_out, bias=False)
+            self.q_b_proj = Linear(self.q_rank, q_out)
         self.kv_a_layernorm = RMSNorm(self.rank, LATENT_EPS)
-        self.kv_b_proj = nn.Linear(self.rank, self.heads * (cfg.qk_nope_head_dim + self.v_dim), bias=False)
-        self.o_proj = nn.Linear(inner, cfg.hidden_size, bias=False)
+        self.kv_b_proj = Linear(self.rank, self.heads * (cfg.qk_nope_head_dim + self.v_dim))
+        self.o_proj = Linear(inner, cfg.hidden_size)
         self.latent_scale = self.key_scale = None  # [1] each, for rows stored in FP8, where the checkpoint ships them
 
     def forward(self, x, batch):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from attnres import RMSNorm, no_autocast, wide, wide_dtype
+from attnres import Linear, RMSNorm, no_autocast, wide, wide_dtype
 
 GROUP = 32  # inputs that share an MXFP4 scale
 TOGETHER = 8  # experts unpacked and multiplied at a time
@@ -221,8 +221,8 @@ class MLP(nn.Module):
     def __init__(self, cfg, inner):
         super().__init__()
         self.cfg = cfg
-        self.in_proj = nn.Linear(cfg.hidden_size, 2 * inner, bias=False)  # gate | up
-        self.down_proj = nn.Linear(inner, cfg.hidden_size, bias=False)
+        self.in_proj = Linear(cfg.hidden_size, 2 * inner)  # gate | up
+        self.down_proj = Linear(inner, cfg.hidden_size)
 
     def forward(self, x):
         return self.down_proj(gated_act(self.in_proj(x), self.cfg))
@@ -243,13 +243,13 @@ class MoE(nn.Module):
         shared = cfg.num_shared_experts * cfg.moe_intermediate_size
         self.sizes = [cfg.num_experts, self.latent or 0, shared, shared]  # router | latent | shared gate | shared up
         self.gate = Router(cfg)
-        self.in_proj = nn.Linear(cfg.hidden_size, sum(self.sizes), bias=False)
+        self.in_proj = Linear(cfg.hidden_size, sum(self.sizes))
         self.experts = Experts(cfg.num_experts, self.latent or cfg.hidden_size, cfg.moe_intermediate_size)
         if cfg.latent_moe_use_norm:
             self.routed_expert_norm = RMSNorm(self.latent or cfg.hidden_size, cfg.rms_norm_eps)
         if self.latent:
-            self.routed_expert_up_proj = nn.Linear(self.latent, cfg.hidden_size, bias=False)
-        self.shared_down_proj = nn.Linear(shared, cfg.hidden_size, bias=False)
+            self.routed_expert_up_proj = Linear(self.latent, cfg.hidden_size)
+        self.shared_down_proj = Linear(shared, cfg.hidden_size)
 
     def forward(self, x):
         """x [N, H] -> [N, H]."""
