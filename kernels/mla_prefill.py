@@ -28,7 +28,7 @@ LOG2E = 1.4426950408889634
 def config(dtype, widest):
     """Blocks of queries and keys for heads of at most `widest`, and what the compiler is told."""
     if dtype == torch.float32:
-        return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1)
+        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)  # products by FMA: larger blocks spill
     if widest > 128:
         return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
     return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2)
@@ -91,7 +91,7 @@ def _attend(
     return acc, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sums_stride"])
 def _prefill_kernel(
     q, kv, rows, kv_blocks, rows_blocks, out, state, sums, tiles,
     q_stride, q_head_stride, kv_stride, rows_stride, sums_stride, scale_log2,
@@ -174,8 +174,7 @@ def plan(part, block_m):
                 space = PASS_ROWS
             end = total if total - start <= space else start + space // CUT * CUT
             offset, (at, tiles) = PASS_ROWS - space, passes[-1]
-            position = torch.arange(start, end, device=part.table.device)
-            at.append(part.table[i].long()[position // part.page_size] * part.page_size + position % part.page_size)
+            at.append(slots(part, i, start, end))
             for t in reversed(range(0, length, block_m)):  # those that see the most go first
                 count = min(block_m, length - t)
                 if past + t + count > start:
@@ -188,6 +187,12 @@ def plan(part, block_m):
     cut = any(tile[3] > 0 for _, tiles in passes for tile in tiles)
     plans[block_m, PASS_ROWS] = [(torch.cat(at), tiles) for (at, _), tiles in zip(passes, tables)], cut
     return plans[block_m, PASS_ROWS]
+
+
+def slots(part, i, start, end):
+    """Where in a slab the rows start..end of sequence i lie: [end - start] int64."""
+    position = torch.arange(start, end, device=part.table.device)
+    return part.table[i].long()[position // part.page_size] * part.page_size + position % part.page_size
 
 
 def gather(stored, at, row_scale, dtype):
@@ -266,9 +271,7 @@ def mla_prefill_cudnn(q, W_kvb, stored, part, scale, row_scale):
     workspace, keys = q.new_empty(size, h * W_kvb.shape[1]), q.new_empty(size, h, n + p)
 
     def attend(queries, start, end, i, causal):
-        position = torch.arange(start, end, device=q.device)
-        at = part.table[i].long()[position // part.page_size] * part.page_size + position % part.page_size
-        rows, L = gather(stored, at, row_scale, q.dtype), end - start
+        rows, L = gather(stored, slots(part, i, start, end), row_scale, q.dtype), end - start
         kv = torch.mm(rows[:, :r], W_kvb.flatten(0, 1).T, out=workspace[:L]).unflatten(-1, (h, -1))
         keys[:L, :, :n], keys[:L, :, n:] = kv[..., :n], rows[:, None, r:]
         qkv = (x.transpose(0, 1)[None] for x in (queries, keys[:L], kv[..., n:]))
