@@ -34,10 +34,11 @@ def config(dtype, widest):
     return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2)
 
 
-def has_tma(x, n, p, v):
+def has_tma(x, n, p, v, r):
     """Whether blocks of keys and values can be fetched by the copy engine of a Hopper GPU or a later one."""
     hopper = x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return hopper and x.itemsize == 2 and n == v and all(d >= 16 and d & (d - 1) == 0 for d in (n, p))
+    aligned = (r + p) % 8 == 0 and all(d >= 16 and d & (d - 1) == 0 for d in (n, p))
+    return hopper and x.itemsize == 2 and n == v and aligned
 
 
 @triton.jit
@@ -221,7 +222,7 @@ def mla_prefill(q, W_kvb, stored, part, scale, row_scale, **options):
     n = q.shape[-1] - p
     v = W_kvb.shape[1] - n
     N, P, V = (max(16, triton.next_power_of_2(size)) for size in (n, p, v))
-    options = config(q.dtype, max(N, P, V)) | dict(TMA=has_tma(q, n, p, v)) | options
+    options = config(q.dtype, max(N, P, V)) | dict(TMA=has_tma(q, n, p, v, r)) | options
     passes, cut = plan(part, options["BLOCK_M"])
     out = q.new_empty(len(q), h, v)
     state = q.new_empty(out.shape if cut else 0, dtype=torch.float32)
