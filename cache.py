@@ -168,8 +168,8 @@ class Part:
     """Neighbouring sequences of a batch that one op handles together, and where their history and state lie.
 
     lengths, pasts: new tokens of each and tokens before these, on the host; follows[i]: sequence i continues sequence
-    i - 1, the same text cut where a snapshot is due, and reads the state page that i - 1 writes. Page ids below 0 are of
-    padding: nothing is read or written there.
+    i - 1, the same text cut where a snapshot is due, and reads the state page that i - 1 writes. Page ids below 0 are
+    of padding: nothing is read or written there.
     """
 
     rows: slice  # of the batch

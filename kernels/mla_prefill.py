@@ -28,16 +28,17 @@ LOG2E = 1.4426950408889634
 def config(dtype, widest):
     """Blocks of queries and keys for heads of at most `widest`, and what the compiler is told."""
     if dtype == torch.float32:
-        return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1)
+        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)  # products by FMA: larger blocks spill
     if widest > 128:
         return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
     return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2)
 
 
-def has_tma(x, n, p, v):
+def has_tma(x, n, p, v, r):
     """Whether blocks of keys and values can be fetched by the copy engine of a Hopper GPU or a later one."""
     hopper = x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return hopper and x.itemsize == 2 and n == v and all(d >= 16 and d & (d - 1) == 0 for d in (n, p))
+    aligned = (r + p) % 8 == 0 and all(d >= 16 and d & (d - 1) == 0 for d in (n, p))
+    return hopper and x.itemsize == 2 and n == v and aligned
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def _attend(
     return acc, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sums_stride"])
 def _prefill_kernel(
     q, kv, rows, kv_blocks, rows_blocks, out, state, sums, tiles,
     q_stride, q_head_stride, kv_stride, rows_stride, sums_stride, scale_log2,
@@ -174,8 +175,7 @@ def plan(part, block_m):
                 space = PASS_ROWS
             end = total if total - start <= space else start + space // CUT * CUT
             offset, (at, tiles) = PASS_ROWS - space, passes[-1]
-            position = torch.arange(start, end, device=part.table.device)
-            at.append(part.table[i].long()[position // part.page_size] * part.page_size + position % part.page_size)
+            at.append(slots(part, i, start, end))
             for t in reversed(range(0, length, block_m)):  # those that see the most go first
                 count = min(block_m, length - t)
                 if past + t + count > start:
@@ -188,6 +188,12 @@ def plan(part, block_m):
     cut = any(tile[3] > 0 for _, tiles in passes for tile in tiles)
     plans[block_m, PASS_ROWS] = [(torch.cat(at), tiles) for (at, _), tiles in zip(passes, tables)], cut
     return plans[block_m, PASS_ROWS]
+
+
+def slots(part, i, start, end):
+    """Where in a slab the rows start..end of sequence i lie: [end - start] int64."""
+    position = torch.arange(start, end, device=part.table.device)
+    return part.table[i].long()[position // part.page_size] * part.page_size + position % part.page_size
 
 
 def gather(stored, at, row_scale, dtype):
@@ -216,7 +222,7 @@ def mla_prefill(q, W_kvb, stored, part, scale, row_scale, **options):
     n = q.shape[-1] - p
     v = W_kvb.shape[1] - n
     N, P, V = (max(16, triton.next_power_of_2(size)) for size in (n, p, v))
-    options = config(q.dtype, max(N, P, V)) | dict(TMA=has_tma(q, n, p, v)) | options
+    options = config(q.dtype, max(N, P, V)) | dict(TMA=has_tma(q, n, p, v, r)) | options
     passes, cut = plan(part, options["BLOCK_M"])
     out = q.new_empty(len(q), h, v)
     state = q.new_empty(out.shape if cut else 0, dtype=torch.float32)
@@ -266,9 +272,7 @@ def mla_prefill_cudnn(q, W_kvb, stored, part, scale, row_scale):
     workspace, keys = q.new_empty(size, h * W_kvb.shape[1]), q.new_empty(size, h, n + p)
 
     def attend(queries, start, end, i, causal):
-        position = torch.arange(start, end, device=q.device)
-        at = part.table[i].long()[position // part.page_size] * part.page_size + position % part.page_size
-        rows, L = gather(stored, at, row_scale, q.dtype), end - start
+        rows, L = gather(stored, slots(part, i, start, end), row_scale, q.dtype), end - start
         kv = torch.mm(rows[:, :r], W_kvb.flatten(0, 1).T, out=workspace[:L]).unflatten(-1, (h, -1))
         keys[:L, :, :n], keys[:L, :, n:] = kv[..., :n], rows[:, None, r:]
         qkv = (x.transpose(0, 1)[None] for x in (queries, keys[:L], kv[..., n:]))

@@ -201,7 +201,7 @@ class TestOnGPU:
         want = check(*args)
         assert all(torch.equal(run(*args), want) for _ in range(50))
 
-    @pytest.mark.parametrize("sizes", [TINY, dict(h=1, n=5, p=3, v=11, r=7)])
+    @pytest.mark.parametrize("sizes", [TINY, dict(h=1, n=5, p=3, v=11, r=7), dict(h=2, n=16, p=16, v=16, r=28)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_odd_heads(self, sizes, dtype):
         check(*case([300, 17], [9, 0], dtype, **sizes))
