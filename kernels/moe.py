@@ -16,7 +16,6 @@ import kernels
 MASKS = 0x80808080 - 2**32, 0x8E008E00 - 2**32  # of 4 bytes, of 2 float16: see `_halves`
 FEW = 64  # up to so many tokens the products with one weight are bound by its bytes
 ALONE = 16  # up to so many tokens each choice reads its expert by itself; tokens of more share it
-IN_TILE = dict(BLOCK_O=128, BLOCK_K=128, num_warps=4, num_stages=5)
 W13_TILE = dict(BLOCK_R=8, BLOCK_G=16, num_warps=1)
 W2_TILE = dict(BLOCK_R=2, BLOCK_G=32, num_warps=1)
 
@@ -41,6 +40,12 @@ def _in_kernel(
     tl.store(features + n * (outs - E) + (o - E), acc, mask=(n < N) & (o >= E) & (o < outs))
 
 
+def in_tile(N):
+    """Stages of weights on their way as deep as shared memory; at K3's size the programs are one for each SM."""
+    rows = max(16, triton.next_power_of_2(N))
+    return dict(BLOCK_N=rows, BLOCK_O=128, BLOCK_K=128, num_warps=4, num_stages=5 if rows <= 32 else 4)
+
+
 def _in_why_not(x, weight, num_experts):
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return "it is for bfloat16"
@@ -55,10 +60,9 @@ def in_projection(x, weight, num_experts, tile=None):
     (N, H), (outs, _) = x.shape, weight.shape
     logits = x.new_empty(N, num_experts, dtype=torch.float32)
     features = x.new_empty(N, outs - num_experts)
-    tile = tile or IN_TILE
-    rows = max(16, triton.next_power_of_2(N))
+    tile = tile or in_tile(N)
     _in_kernel[triton.cdiv(outs, tile["BLOCK_O"]),](
-        x, weight, logits, features, N, outs, x.stride(0), H=H, E=num_experts, BLOCK_N=rows, **tile
+        x, weight, logits, features, N, outs, x.stride(0), H=H, E=num_experts, **tile
     )  # fmt: skip
     return logits, features
 

@@ -243,19 +243,19 @@ def test_compiles():
     signature = dict(logits="*fp32", bias="*fp32", ids="*i64", weights="*fp32", row_stride="i32", scaling="fp32")
     compile_for_all(K._router_kernel, signature, router, num_warps=1)
     compile_for_all(K._router_kernel, signature, router | dict(GROUPS=8, KEPT=4, BLOCK_G=8, BLOCK_S=128), num_warps=1)
-    signature = dict(x="*bf16", out="*bf16", I="i32", x_row="i32", beta="fp32", linear="fp32")
+    signature = dict(x="*bf16", out="*bf16", inner="i32", x_row="i32", beta="fp32", linear="fp32")
     compile_for_all(K._act_kernel, signature, dict(SITU=True, BLOCK=1024))
-    signature = dict(x="*bf16", w="*bf16", logits="*fp32", features="*bf16", N="i32", O="i32", x_row="i32")
-    tile = {n: v for n, v in K.IN_TILE.items() if n.startswith("BLOCK")}
-    built = compile_for_all(K._in_kernel, signature, dict(H=7168, E=896, BLOCK_N=16) | tile, num_warps=4)
+    signature = dict(x="*bf16", w="*bf16", logits="*fp32", features="*bf16", N="i32", outs="i32", x_row="i32")
+    tile = {n: v for n, v in K.in_tile(1).items() if n.startswith("BLOCK")}
+    built = compile_for_all(K._in_kernel, signature, dict(H=7168, E=896) | tile, num_warps=4)
     assert "wgmma" in built["sm_90"].asm["ptx"]
     masks = dict(signs="i32", floats="i32")
-    signature = dict(z="*fp32", ids="*i64", packed="*i32", scale="*u8", act="*fp32", I="i32", K="i32") | masks
+    signature = dict(z="*fp32", ids="*i64", packed="*i32", scale="*u8", act="*fp32", inner="i32", K="i32") | masks
     tile = {n: v for n, v in K.W13_TILE.items() if n.startswith("BLOCK")}
     compile_for_all(K._w13_kernel, signature | dict(beta="fp32", linear="fp32"), dict(L=3584, SITU=True) | tile)
     signature = dict(act="*fp32", ids="*i64", weights="*fp32", packed="*i32", scale="*u8", y="*bf16", L="i32") | masks
     tile = {n: v for n, v in K.W2_TILE.items() if n.startswith("BLOCK")}
-    compile_for_all(K._w2_kernel, signature, dict(I=3072, K=16) | tile, num_warps=1)
+    compile_for_all(K._w2_kernel, signature, dict(INNER=3072, K=16) | tile, num_warps=1)
 
 
 # ---------------------------------------------------------------- on a GPU, at real sizes
