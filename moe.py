@@ -168,9 +168,9 @@ def _combine(y, weights):
 
 @kernels.op("moe_in")
 def in_projection(x, weight, num_experts):
-    """x [N, H], weight [E + F, H] with the router's rows first -> its logits [N, E] float32, the others' x W^T [N, F]."""
-    # The logits in float64, then rounded: a float32 product may give equal rows logits that differ in the last bit by how
-    # many tokens run together, and ties (by id) would be decided by that.
+    """x [N, H], weight [E + F, H], the router's rows first -> its logits [N, E] float32, the rest x W^T [N, F]."""
+    # The logits in float64, then rounded: a float32 product may give equal rows logits that differ in the last bit by
+    # how many tokens run together, and ties (by id) would be decided by that.
     with no_autocast(x):
         logits = F.linear(x.double(), weight[:num_experts].double()).to(wide(x[:0]).dtype)
     return logits, F.linear(x, weight[num_experts:])

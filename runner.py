@@ -36,7 +36,8 @@ class Graph:
         x = self.views(self.inputs)
         filters = {name: x[name].view(torch.float64) for name in FILTERS}
         where = (x["past"], x["table"].view(B, W), x["src"].view(groups, B).T, x["dst"].view(groups, B).T)
-        part = Part(slice(0, B), [1] * B, [False] * B, W * pool.page_size, pool.page_size, *where)
+        lengths, longest = [1] * B, W * pool.page_size
+        part = Part(slice(0, B), lengths, [longest - 1] * B, [False] * B, longest, pool.page_size, *where)
         batch = Batch(pool, [part], x["slots"])
 
         def step():

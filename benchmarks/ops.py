@@ -37,11 +37,10 @@ def part(lengths, past, pages_per_sequence=1, page_size=128, pages=None):
     pages = pages or B * pages_per_sequence
     table = torch.randperm(pages, device="cuda")[: B * pages_per_sequence].view(B, -1).int()
     state = torch.arange(B, device="cuda")[:, None]
-    past = torch.tensor(past, dtype=torch.int32)
-    longest = max(int(p) + n for p, n in zip(past, lengths))
+    longest = max(p + n for p, n in zip(past, lengths))
     rows = slice(0, sum(lengths))
-    args = (rows, list(lengths), [False] * B, longest, page_size, past.cuda(), table, state, state)
-    return Part(*args, pasts=past.tolist()) if "pasts" in Part.__dataclass_fields__ else Part(*args)
+    on_gpu = torch.tensor(past, dtype=torch.int32, device="cuda"), table, state, state
+    return Part(rows, list(lengths), list(past), [False] * B, longest, page_size, *on_gpu)
 
 
 # ---------------------------------------------------------------- KDA

@@ -23,7 +23,7 @@ from collections import Counter
 import torch
 
 FILES = ("attnres", "dense", "kda", "kda_step", "mla", "mla_prefill", "moe", "moe_grouped")
-PREFERENCE = ("triton", "cudnn", "fla", "torch")  # what auto tries, in this order; other backends run only by name
+PREFERENCE = ("triton", "cublas", "cudnn", "fla", "torch")  # what auto tries, in order; others run only by name
 counts = Counter()  # (op, backend) -> calls
 _ops = {}  # op -> {backend: (function, why_not)}
 _stack = []  # what `use` has put on: op, or "*" for all -> backend or function

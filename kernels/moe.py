@@ -1,10 +1,11 @@
-"""Mixture of experts in Triton: the layer's input projection, the router, the gated activation, and the experts of a few
-tokens.
+"""Mixture of experts: the layer's input projection, the router, the gated activation, and the experts of a few tokens.
 
 A routed expert is read as it is stored, MXFP4. Few tokens use most of their experts alone, so the products are
 matrix-vector products, bound by the bytes of the experts: every 16-byte load is one group of 32 codes, which become
 floats in registers (`_group_dots`). Many tokens: moe_grouped.py.
 """
+
+import importlib.util
 
 import torch
 import triton
@@ -12,9 +13,9 @@ import triton.language as tl
 
 import kernels
 
-MASKS = 0x80808080 - 2**32, 0x8E008E00 - 2**32  # the signs of bytes; two float16: sign, 2 bits of exponent, 1 of mantissa
+MASKS = 0x80808080 - 2**32, 0x8E008E00 - 2**32  # of 4 bytes, of 2 float16: see `_halves`
 FEW = 64  # up to so many tokens the products with one weight are bound by its bytes
-IN_TILE = dict(BLOCK_O=128, BLOCK_K=128, num_warps=4, num_stages=5)
+ALONE = 16  # up to so many tokens each choice reads its expert by itself; tokens of more share it
 W13_TILE = dict(BLOCK_R=8, BLOCK_G=16, num_warps=1)
 W2_TILE = dict(BLOCK_R=2, BLOCK_G=32, num_warps=1)
 
@@ -24,19 +25,25 @@ W2_TILE = dict(BLOCK_R=2, BLOCK_G=32, num_warps=1)
 
 @triton.jit
 def _in_kernel(
-    x, w, logits, features, N, O, x_row,
+    x, w, logits, features, N, outs, x_row,
     H: tl.constexpr, E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     n, o, h = tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_K)
     rows = w + o[:, None].to(tl.int64) * H
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     for k in range(0, H, BLOCK_K):
-        wk = tl.load(rows + (k + h), mask=(o[:, None] < O) & (k + h < H), other=0)
+        wk = tl.load(rows + (k + h), mask=(o[:, None] < outs) & (k + h < H), other=0)
         xk = tl.load(x + n * x_row + (k + h)[:, None], mask=(n < N) & ((k + h)[:, None] < H), other=0)
         acc = tl.dot(wk, xk, acc, input_precision="ieee")
     acc, n = acc.T, n[:, None]
     tl.store(logits + n * E + o, acc, mask=(n < N) & (o < E))
-    tl.store(features + n * (O - E) + (o - E), acc, mask=(n < N) & (o >= E) & (o < O))
+    tl.store(features + n * (outs - E) + (o - E), acc, mask=(n < N) & (o >= E) & (o < outs))
+
+
+def in_tile(N):
+    """Stages of weights on their way as deep as shared memory; at K3's size the programs are one for each SM."""
+    rows = max(16, triton.next_power_of_2(N))
+    return dict(BLOCK_N=rows, BLOCK_O=128, BLOCK_K=128, num_warps=4, num_stages=5 if rows <= 32 else 4)
 
 
 def _in_why_not(x, weight, num_experts):
@@ -50,13 +57,12 @@ def _in_why_not(x, weight, num_experts):
 @kernels.implement("moe_in", "triton", _in_why_not)
 def in_projection(x, weight, num_experts, tile=None):
     """x [N, H], weight [E + F, H] bf16 -> logits [N, E] float32, features [N, F] bf16: one read of one weight."""
-    (N, H), (O, _) = x.shape, weight.shape
+    (N, H), (outs, _) = x.shape, weight.shape
     logits = x.new_empty(N, num_experts, dtype=torch.float32)
-    features = x.new_empty(N, O - num_experts)
-    tile = tile or IN_TILE
-    rows = max(16, triton.next_power_of_2(N))
-    _in_kernel[triton.cdiv(O, tile["BLOCK_O"]),](
-        x, weight, logits, features, N, O, x.stride(0), H=H, E=num_experts, BLOCK_N=rows, **tile
+    features = x.new_empty(N, outs - num_experts)
+    tile = tile or in_tile(N)
+    _in_kernel[triton.cdiv(outs, tile["BLOCK_O"]),](
+        x, weight, logits, features, N, outs, x.stride(0), H=H, E=num_experts, **tile
     )  # fmt: skip
     return logits, features
 
@@ -104,12 +110,12 @@ def _router_kernel(
     biased = _score(x, top, total, SOFTMAX) + tl.load(bias + expert, mask=real, other=0)
     keys = tl.where(real, (_sortable(biased).to(tl.int64) << 32) | (0x7FFFFFFF - expert), LOWEST)
 
-    if GROUPS > 1:  # the groups with the largest sum of their best two
+    if GROUPS > 1:  # the groups with the largest sum of their best two members
         first = tl.max(keys, 1, keep_dims=True)
-        best = tl.max(tl.where(keys == first, biased, float("-inf")), 1, keep_dims=True)
+        two = tl.max(tl.where(keys == first, biased, float("-inf")), 1, keep_dims=True)
         if SIZE > 1:
-            best += tl.max(tl.where(real & (keys != first), biased, float("-inf")), 1, keep_dims=True)
-        sums = tl.where(group < GROUPS, (_sortable(best).to(tl.int64) << 32) | (0x7FFFFFFF - group), LOWEST)
+            two += tl.max(tl.where(real & (keys != first), biased, float("-inf")), 1, keep_dims=True)
+        sums = tl.where(group < GROUPS, (_sortable(two).to(tl.int64) << 32) | (0x7FFFFFFF - group), LOWEST)
         left = sums
         for _ in range(KEPT):
             left = tl.where(left == tl.max(left), LOWEST, left)
@@ -169,11 +175,11 @@ def _gated(a, u, beta, linear, SITU: tl.constexpr):
 
 
 @triton.jit
-def _act_kernel(x, out, I, x_row, beta, linear, SITU: tl.constexpr, BLOCK: tl.constexpr):
+def _act_kernel(x, out, inner, x_row, beta, linear, SITU: tl.constexpr, BLOCK: tl.constexpr):
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.load(x + row * x_row + i, mask=i < I, other=0).to(tl.float32)
-    u = tl.load(x + row * x_row + I + i, mask=i < I, other=0).to(tl.float32)
-    tl.store(out + row * I + i, _gated(a, u, beta, linear, SITU), mask=i < I)
+    a = tl.load(x + row * x_row + i, mask=i < inner, other=0).to(tl.float32)
+    u = tl.load(x + row * x_row + inner + i, mask=i < inner, other=0).to(tl.float32)
+    tl.store(out + row * inner + i, _gated(a, u, beta, linear, SITU), mask=i < inner)
 
 
 def _act_why_not(x, cfg):
@@ -185,10 +191,10 @@ def _act_why_not(x, cfg):
 @kernels.implement("gated_act", "triton", _act_why_not)
 def gated_act(x, cfg, block=1024):
     """x [N, 2 I], gate | up, rows at any stride -> SiTU or SwiGLU [N, I]; float32 inside."""
-    N, I = x.shape[0], x.shape[1] // 2
-    out = x.new_empty(N, I)
-    _act_kernel[N, triton.cdiv(I, block)](
-        x, out, I, x.stride(0), cfg.activation_situ_beta, cfg.activation_situ_linear_beta,
+    N, inner = x.shape[0], x.shape[1] // 2
+    out = x.new_empty(N, inner)
+    _act_kernel[N, triton.cdiv(inner, block)](
+        x, out, inner, x.stride(0), cfg.activation_situ_beta, cfg.activation_situ_linear_beta,
         SITU=cfg.hidden_act == "situ", BLOCK=block,
     )  # fmt: skip
     return out
@@ -224,14 +230,14 @@ def _by_group(p, scale, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _w13_kernel(
-    z, ids, packed, scale, act, I, K, beta, linear, signs, floats,
+    z, ids, packed, scale, act, inner, K, beta, linear, signs, floats,
     L: tl.constexpr, SITU: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_R of the inner units of one (token, choice). z [N, 8, L/8], act [N k, 8, I/8], float32."""
     WORDS: tl.constexpr = L // 8
     choice = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row = (tl.load(ids + choice) * 2 * I + r)[:, None]  # of the gate; the row of up is I further
+    row = (tl.load(ids + choice) * 2 * inner + r)[:, None]  # of the gate; the row of up is inner further
     packed += row * WORDS
     scale += row * (L // 32)
     z += choice // K * L
@@ -239,12 +245,12 @@ def _w13_kernel(
     u = tl.zeros([BLOCK_R, BLOCK_G], tl.float32)
     for start in range(0, L // 32, BLOCK_G):
         g, m = start + tl.arange(0, BLOCK_G), start * 4 + tl.arange(0, BLOCK_G * 4)
-        real = (r < I)[:, None] & (m < WORDS)
+        real = (r < inner)[:, None] & (m < WORDS)
         wa = tl.load(packed + m, mask=real, other=0)
-        wu = tl.load(packed + I * WORDS + m, mask=real, other=0)
-        real = (r < I)[:, None] & (g < L // 32)
+        wu = tl.load(packed + inner * WORDS + m, mask=real, other=0)
+        real = (r < inner)[:, None] & (g < L // 32)
         sa = tl.load(scale + g, mask=real, other=0)
-        su = tl.load(scale + I * (L // 32) + g, mask=real, other=0)
+        su = tl.load(scale + inner * (L // 32) + g, mask=real, other=0)
         pa = tl.zeros([BLOCK_R, BLOCK_G * 4], tl.float32)
         pu = tl.zeros([BLOCK_R, BLOCK_G * 4], tl.float32)
         for j in tl.static_range(4):
@@ -259,16 +265,16 @@ def _w13_kernel(
         a += _by_group(pa, sa, BLOCK_R, BLOCK_G)
         u += _by_group(pu, su, BLOCK_R, BLOCK_G)
     out = _gated(tl.sum(a, 1) * 16384, tl.sum(u, 1) * 16384, beta, linear, SITU)
-    tl.store(act + choice * I + r % 8 * (I // 8) + r // 8, out, mask=r < I)
+    tl.store(act + choice * inner + r % 8 * (inner // 8) + r // 8, out, mask=r < inner)
 
 
 @triton.jit
 def _w2_kernel(
     act, ids, weights, packed, scale, y, L, signs, floats,
-    I: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+    INNER: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_R outputs of one token, summed over its choices in their order. act [N k, 8, I/8]."""
-    WORDS: tl.constexpr = I // 8
+    WORDS: tl.constexpr = INNER // 8
     token = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     acc = tl.zeros([BLOCK_R, BLOCK_G], tl.float32)
@@ -276,14 +282,14 @@ def _w2_kernel(
         choice = token * K + k
         row = (tl.load(ids + choice) * L + r)[:, None]
         weight = tl.load(weights + choice) * 16384
-        for start in tl.static_range(0, I // 32, BLOCK_G):
+        for start in tl.static_range(0, INNER // 32, BLOCK_G):
             g, m = start + tl.arange(0, BLOCK_G), start * 4 + tl.arange(0, BLOCK_G * 4)
             words = tl.load(packed + row * WORDS + m, mask=(r < L)[:, None] & (m < WORDS), other=0)
-            s = tl.load(scale + row * (I // 32) + g, mask=(r < L)[:, None] & (g < I // 32), other=0)
+            s = tl.load(scale + row * (INNER // 32) + g, mask=(r < L)[:, None] & (g < INNER // 32), other=0)
             p = tl.zeros([BLOCK_R, BLOCK_G * 4], tl.float32)
             for j in tl.static_range(4):
                 low, high = _halves(words, signs, floats, j)
-                inputs = act + choice * I + m
+                inputs = act + choice * INNER + m
                 p += low * tl.load(inputs + j * WORDS, mask=m < WORDS, other=0)
                 p += high * tl.load(inputs + (j + 4) * WORDS, mask=m < WORDS, other=0)
             acc += _by_group(p, s, BLOCK_R, BLOCK_G) * weight
@@ -299,22 +305,27 @@ def _experts_why_not(z, ids, weights, experts, cfg):
 @kernels.implement("experts", "triton", _experts_why_not)
 def routed_experts(z, ids, weights, experts, cfg):
     """z [N, L], ids [N, k] int64, weights [N, k] float32 -> sum over the k chosen experts, [N, L] in z's dtype."""
+    if len(z) > ALONE and importlib.util.find_spec("kernels.moe_grouped"):
+        from kernels.moe_grouped import experts_grouped
+
+        return experts_grouped(z, ids, weights, experts, cfg)
     return experts_of_few(z, ids, weights, experts, cfg)
 
 
 def experts_of_few(z, ids, weights, experts, cfg, w13_tile=None, w2_tile=None):
     """The same, each choice reading its expert by itself: activations of all choices, then their weighted sum."""
-    (N, L), K, I = z.shape, ids.shape[1], experts.inner
+    (N, L), K, inner = z.shape, ids.shape[1], experts.inner
     eighths = z.new_empty(N, 8, L // 8, dtype=torch.float32).copy_(z.unflatten(-1, (-1, 8)).mT)
-    act, y = z.new_empty(N * K, I, dtype=torch.float32), torch.empty_like(z, memory_format=torch.contiguous_format)
+    act, y = z.new_empty(N * K, inner, dtype=torch.float32), torch.empty_like(z, memory_format=torch.contiguous_format)
     ids, weights = ids.contiguous(), weights.contiguous()
     tile = w13_tile or W13_TILE
-    _w13_kernel[N * K, triton.cdiv(I, tile["BLOCK_R"])](
-        eighths, ids, experts.w13_packed.view(torch.int32), experts.w13_scale, act, I, K,
+    _w13_kernel[N * K, triton.cdiv(inner, tile["BLOCK_R"])](
+        eighths, ids, experts.w13_packed.view(torch.int32), experts.w13_scale, act, inner, K,
         cfg.activation_situ_beta, cfg.activation_situ_linear_beta, *MASKS, L=L, SITU=cfg.hidden_act == "situ", **tile,
     )  # fmt: skip
     tile = w2_tile or W2_TILE
     _w2_kernel[N, triton.cdiv(L, tile["BLOCK_R"])](
-        act, ids, weights, experts.w2_packed.view(torch.int32), experts.w2_scale, y, L, *MASKS, I=I, K=K, **tile,
+        act, ids, weights, experts.w2_packed.view(torch.int32), experts.w2_scale, y, L, *MASKS,
+        INNER=inner, K=K, **tile,
     )  # fmt: skip
     return y
