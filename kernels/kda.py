@@ -23,7 +23,9 @@ CHUNK = 64  # tokens; the kernels cut it into 4 blocks of 16
 TAPS = 4
 SMS = 132  # the scan is cut into groups where it has far fewer programs than this
 PREPARE = dict(num_warps=8, num_stages=1)
+INVERSE = dict(num_warps=1)
 SCAN = dict(num_warps=8, STAGES=2)
+SCAN_WIDE = dict(num_warps=8, STAGES=1)  # float32
 SCAN_TILE = 128  # value channels per program of the scan; the output norm is a launch of its own if a head has more
 
 
@@ -341,7 +343,7 @@ def _carry_kernel(
     for _ in range(tl.cdiv(end - begin, LENGTH)):
         tl.store(states + 2 * D * D + v[:, None] * D + ch, state)
         M = tl.load(states + D * D + ch[:, None] * D + ch)
-        state = tl.dot(state, M, acc=tl.load(states + v[:, None] * D + ch), input_precision="ieee")
+        state = tl.dot(state, M, acc=tl.load(states + v[:, None] * D + ch), input_precision="bf16x6")
         states += HEADS * 3 * D * D
 
 
@@ -385,15 +387,18 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     pairs = new(chunks, heads, CHUNK, CHUNK, dtype=torch.float32)
     windows = new(len(part.lengths), TAPS - 1, 3 * HD)
     decay = new(chunks, heads, d, dtype=torch.float32)
-    gate_kind = "free" if not w.lower_bound else "bounded" if w.lower_bound >= -5 else "deep"
+    wide = qkv.dtype == torch.float32
+    exact = wide or not w.lower_bound or w.lower_bound < -5  # float32 keeps its digits only without splits
+    gate_kind = "free" if not w.lower_bound else "deep" if exact else "bounded"
+    precision = "bf16x6" if wide else "ieee"  # float32 as three bfloat16: exact to 2^-24, and for tensor cores
+    solve = "ieee" if wide or torch.version.hip else "tf32x3"
     _prepare_kernel[heads, chunks](
         qkv, r, b, w.conv, w.A_log, w.dt_bias, conv, src, part.past, table, chains, scratch, pairs, decay, windows,
         texts, w.lower_bound or 0.0,
         qkv.stride(0), r.stride(0), b.stride(0), src.stride(0), conv.stride(0), conv.stride(1),
-        heads, d, gate_kind, "ieee", **PREPARE,
+        heads, d, gate_kind, precision, **PREPARE,
     )  # fmt: skip
-    precision = "tf32x3" if qkv.dtype == torch.bfloat16 and not torch.version.hip else "ieee"
-    _inverse_kernel[heads, chunks](pairs, scratch, heads, d, precision, num_warps=1)
+    _inverse_kernel[heads, chunks](pairs, scratch, heads, d, solve, **INVERSE)
     length, groups = groups_of(texts, heads, _longest(part))
     tile = min(d, SCAN_TILE)
 
@@ -401,7 +406,7 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
         _scan_kernel[tiles, heads, texts * groups](
             scratch, decay, gate, out, w.o_norm, S, conv, windows, states, src, dst, part.past, table, chains, groups, w.eps,
             gate.stride(0), src.stride(0), dst.stride(0), S.stride(0), conv.stride(0), conv.stride(1),
-            heads, d, tile, length, mode, "ieee", **SCAN,
+            heads, d, tile, length, mode, precision, **(SCAN_WIDE if wide else SCAN),
         )  # fmt: skip
 
     states = new(texts * groups if groups > 1 else 0, heads, 3, d, d, dtype=torch.float32)
