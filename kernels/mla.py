@@ -42,6 +42,8 @@ def _decode_kernel(
     FP8: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    FORKED: tl.constexpr,
 ):
     tile, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # neighbours read the same rows: from L2
     splits, B = tl.num_programs(1), tl.num_programs(2)
@@ -53,15 +55,10 @@ def _decode_kernel(
     at = (b.to(tl.int64) * T * heads + row) * (RANK + PE)
     q_c = tl.load(q + at[:, None] + c, mask=real[:, None] & in_c, other=0.0)
     q_e = tl.load(q + at[:, None] + RANK + e, mask=real[:, None] & in_e, other=0.0)
-    to_log2 = tl.full([BLOCK_H], scale * LOG2E, tl.float32)  # scores are exponents of two from here on
-    if FP8:  # its scale goes to q here and to the output below
-        q_c = q_c.to(tl.float32) * tl.load(row_scale + c, mask=in_c, other=0.0).to(tl.float32)
-        q_e = q_e.to(tl.float32) * tl.load(row_scale + RANK + e, mask=in_e, other=0.0).to(tl.float32)
-        if q.dtype.element_ty != tl.float32:
-            # float16 holds every e4m3 value, two of them in one conversion; q is brought into its range.
-            largest = tl.maximum(tl.maximum(tl.max(tl.abs(q_c), 1), tl.max(tl.abs(q_e), 1)), 1e-30)
-            q_c, q_e = (q_c / largest[:, None]).to(tl.float16), (q_e / largest[:, None]).to(tl.float16)
-            to_log2 *= largest
+    to_log2_c, to_log2_e, unit = scale * LOG2E, scale * LOG2E, 1.0  # scores are exponents of two from here on
+    if FP8:  # one number a part
+        unit = tl.load(row_scale).to(tl.float32)
+        to_log2_c, to_log2_e = to_log2_c * unit, to_log2_e * tl.load(row_scale + RANK).to(tl.float32)
 
     # This share's tiles of the history. A sequence without pages has none.
     seen = tl.load(past + b)  # token t of the sequence sees rows <= seen + t
@@ -70,32 +67,41 @@ def _decode_kernel(
     tiles = tl.cdiv(length, BLOCK_N)
     first, last = tiles * split // splits, tiles * (split + 1) // splits
 
+    # FORKED: each product stands in a branch (always taken), for Triton then divides the scores among the warps instead
+    # of giving all of them to every warpgroup, and starts the copy of the next tile before this one's products.
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, R], tl.float32)
     page = tl.load(pages + first * BLOCK_N // page_size, mask=first < last, other=0)
-    for i in range(first, last):
+    for i in tl.range(first, last, num_stages=STAGES):
         start = i * BLOCK_N
         rows = stored + (page.to(tl.int64) * page_size + start % page_size + n)[:, None] * (RANK + PE)
         there = (start + n < length)[:, None]
         k_c = tl.load(rows + c, mask=there & in_c, other=0.0)
         k_e = tl.load(rows + RANK + e, mask=there & in_e, other=0.0)
         page = tl.load(pages + tl.minimum(i + 1, last - 1) * BLOCK_N // page_size)  # the next tile's, ahead of its rows
-        k_c, k_e = k_c.to(q_c.dtype), k_e.to(q_e.dtype)
-        s = tl.dot(q_c, tl.trans(k_c), input_precision="ieee")
-        s = tl.dot(q_e, tl.trans(k_e), s, input_precision="ieee") * to_log2[:, None]
-        s = tl.where(start + n <= (seen + token)[:, None], s, float("-inf"))
-        top = tl.maximum(m, tl.max(s, 1))
-        base = tl.where(top == float("-inf"), 0.0, top)  # of a row that sees nothing yet
-        p = tl.exp2(s - base[:, None])
-        fade = tl.exp2(m - base)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(k_c.dtype), k_c, acc * fade[:, None], input_precision="ieee")
+        if FP8:  # by way of float32, from and to which there are packed instructions
+            k_c = k_c.to(tl.float16).to(tl.float32).to(q.dtype.element_ty)
+            k_e = k_e.to(tl.float16).to(tl.float32).to(q.dtype.element_ty)
+        if FORKED:
+            k_e = tl.where(there, k_e, 0.0)  # changes nothing; straight from memory it would get a third buffer
+        top, fade = m, m
+        p = tl.broadcast_to(m[:, None], [BLOCK_H, BLOCK_N]).to(k_c.dtype)
+        if not FORKED or start < length:
+            s = tl.dot(q_c, tl.trans(k_c), input_precision="ieee") * to_log2_c
+            s += tl.dot(q_e, tl.trans(k_e), input_precision="ieee") * to_log2_e
+            s = tl.where(start + n <= (seen + token)[:, None], s, float("-inf"))
+            top = tl.maximum(m, tl.max(s, 1))
+            base = tl.where(top == float("-inf"), 0.0, top)  # of a row that sees nothing yet
+            weight = tl.exp2(s - base[:, None])
+            fade = tl.exp2(m - base)
+            total = total * fade + tl.sum(weight, 1)
+            p = weight.to(k_c.dtype)
+        if not FORKED or i < tiles:
+            acc = tl.dot(p, k_c, acc * fade[:, None], input_precision="ieee")
         m = top
 
-    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
-    if FP8:
-        acc *= tl.load(row_scale + c, mask=in_c, other=0.0).to(tl.float32)
+    acc = acc * (unit / tl.where(total == 0, 1.0, total))[:, None]
     at = ((split * heads + head).to(tl.int64) * B + b) * T + token
     tl.store(o + at[:, None] * RANK + c, acc, mask=real[:, None] & in_c)
     tl.store(lse + at, (m + tl.log2(total)) * LN2, mask=real)
@@ -123,13 +129,15 @@ def _merge_kernel(parts, parts_lse, o, lse, splits, RANK: tl.constexpr, SPLITS: 
     tl.store(lse + row, top + tl.log(total), mask=tl.program_id(1) == 0)
 
 
-def decode_config(rows, dtype):
-    """(token, head) pairs of a sequence, dtype of the queries -> BLOCK_H, BLOCK_N, num_warps, num_stages."""
-    if dtype == torch.float32:
-        return 16, 16, 4, 1
+def decode_config(rows, q_dtype, fp8):
+    """(token, head) pairs of a sequence, dtype of queries -> BLOCK_H, BLOCK_N, num_warps, num_stages, FORKED."""
+    if q_dtype == torch.float32:
+        return 16, 16, 4, 1, False
     if torch.version.hip:
-        return (16 if rows <= 16 else 64), 32, 4, 1
-    return (16, 64, 4, 2) if rows <= 16 else (64, 64, 8, 2)  # 64: the least M of a warpgroup's matrix product
+        return (16 if rows <= 16 else 64), 32, 4, 1, False
+    if rows <= 16:
+        return 16, 32, 4, 3, False
+    return 64, 64, 8, 3 if fp8 else 2, True  # 64: the least M of a warpgroup's product; 221 of 227 KB shared memory
 
 
 @functools.cache
@@ -158,7 +166,8 @@ def mla_decode(q, stored, rank, part, scale, row_scale, config=None, splits=None
     """As the op; o and its log-sum-exp lie as [h, B, T, ...]: what follows is a product per head."""
     B, T, heads, width = q.shape
     q, pe, rows = q.contiguous(), width - rank, T * heads
-    block_h, block_n, num_warps, num_stages = config or decode_config(rows, q.dtype)
+    config = config or decode_config(rows, q.dtype, stored.dtype == FP8)
+    block_h, block_n, num_warps, num_stages, forked = config
     tiles = triton.cdiv(rows, block_h)
     splits = splits or decode_splits(tiles * B, triton.cdiv(part.longest, block_n), _processors(q.device))
     empty = functools.partial(torch.empty, device=q.device)
@@ -186,8 +195,9 @@ def mla_decode(q, stored, rank, part, scale, row_scale, config=None, splits=None
         FP8=stored.dtype == FP8,
         BLOCK_H=block_h,
         BLOCK_N=block_n,
+        STAGES=num_stages,
+        FORKED=forked,
         num_warps=num_warps,
-        num_stages=num_stages,
     )
     if splits > 1:
         block_r = min(128, triton.next_power_of_2(rank))

@@ -98,14 +98,14 @@ def test_decode(past, heads):
 def test_long_history_in_many_shares():
     check([299], 1, 12, 32, 16, torch.float32)
     for splits in (1, 2, 3, 40):  # 40: some shares are empty
-        check([299, 2, None], 1, 3, 16, 16, torch.float32, config=(16, 16, 4, 1), splits=splits)
+        check([299, 2, None], 1, 3, 16, 16, torch.float32, config=(16, 16, 4, 1, False), splits=splits)
 
 
 @interpreted
 @pytest.mark.parametrize("T", [2, 3, 4, 16])
 def test_several_new_tokens(T):
     """Token t of the T new ones sees the t before it; here a tile of rows may lie wholly behind what a token sees."""
-    check([0, 15, 16, 127, None, 60], T, 3, 16, 16, torch.float32, config=(16, 16, 4, 1), splits=5)
+    check([0, 15, 16, 127, None, 60], T, 3, 16, 16, torch.float32, config=(16, 16, 4, 1, False), splits=5)
 
 
 @interpreted
@@ -118,7 +118,13 @@ def test_sizes_that_are_no_power_of_two(rank, pe):
 @pytest.mark.parametrize("latents", [None, FP8])
 def test_bfloat16_and_fp8(latents):
     check([17, None, 130], 1, 3, 32, 16, torch.bfloat16, latents)
-    check([63], 2, 2, 32, 16, torch.bfloat16, latents, config=(16, 16, 4, 1), splits=3)
+    check([63], 2, 2, 32, 16, torch.bfloat16, latents, config=(16, 16, 4, 1, False), splits=3)
+
+
+@interpreted
+@pytest.mark.parametrize("latents", [None, FP8])
+def test_tile_of_the_gpu(latents):
+    check([100, None, 63, 190], 2, 33, 32, 16, torch.bfloat16, latents, config=(64, 64, 8, 2, True), splits=2)
 
 
 @interpreted
@@ -129,7 +135,7 @@ def test_fp8_under_float32_queries():
 @interpreted
 def test_a_sequence_does_not_see_its_neighbours():
     """With one plan the result of a sequence is the same bits alone and beside others."""
-    how = dict(config=(16, 16, 4, 1), splits=2)
+    how = dict(config=(16, 16, 4, 1, False), splits=2)
     slab, part, _ = history([40, 100, 7], 1, 32, torch.float32)
     q = torch.randn(3, 1, 2, 32, device=DEVICE)
     both = triton_mla.mla_decode(q, slab, 16, part, 0.2, None, **how)
@@ -291,15 +297,14 @@ def compile_for(target, kernel, signature, constants, num_warps, num_stages):
 def test_decode_compiles(rows, latents, target, memory, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None if target == "sm_90" else "7")
     wide, dtype = ("*fp32", torch.float32) if latents == "fp32" else ("*bf16", torch.bfloat16)
-    block_h, block_n, *options = triton_mla.decode_config(rows, dtype)
+    fp8 = latents == "fp8e4nv"
+    block_h, block_n, num_warps, num_stages, forked = triton_mla.decode_config(rows, dtype, fp8)
     signature = dict(q=wide, stored=f"*{latents}", table="*i32", past="*i32", o="*fp32", lse="*fp32", scale="fp32")
     signature |= dict(T="i32", heads="i32", W="i32", page_size="i32")
-    constants = dict(RANK=512, PE=64, R=512, E=64, FP8=latents == "fp8e4nv", BLOCK_H=block_h, BLOCK_N=block_n)
-    if latents == "fp8e4nv":
-        signature["row_scale"] = wide
-    else:
-        constants["row_scale"] = None
-    built = compile_for(target, triton_mla._decode_kernel, signature, constants, *options)
+    signature |= dict(row_scale=wide) if fp8 else {}
+    constants = dict(RANK=512, PE=64, R=512, E=64, FP8=fp8, BLOCK_H=block_h, BLOCK_N=block_n, STAGES=num_stages)
+    constants |= dict(FORKED=forked) | ({} if fp8 else dict(row_scale=None))
+    built = compile_for(target, triton_mla._decode_kernel, signature, constants, num_warps, num_stages)
     assert built.metadata.shared <= memory
     if target == "sm_90" and rows > 16:
         assert "wgmma" in built.asm["ptx"]
