@@ -10,9 +10,9 @@ transposed, acc[out, token] = W x^T, because Hopper's tensor cores take the left
 weights are unpacked, and only the right one from shared memory.
 
 A 32-bit word holds 8 inputs of a row. Plane j is what one mask picks from it: inputs j and j + 4 in bf16 (two 16-bit
-halves), inputs j, j + 2, j + 4 and j + 6 in FP8 (four bytes). x is stored in the order in which the planes of 128 inputs
-leave the masks (`_columns`), so no nibble ever crosses a thread. Scales are taken relative to the largest of their row,
-which is applied in float32 at the end: no power of two overflows on the way, and each product is exact.
+halves), inputs j, j + 2, j + 4 and j + 6 in FP8 (four bytes). x is stored in the order in which the planes of 128
+inputs leave the masks (`_columns`), so no nibble ever crosses a thread. Scales are taken relative to the largest of
+their row, which is applied in float32 at the end: no power of two overflows on the way, and unpacking is exact.
 
 W4A8 (`triton_w4a8`) also rounds the activations of both GEMMs to e4m3 with a scale per row; the weights stay exact
 where a scale is within 2^11 of its row's largest, and are 0 below. It is lossy and runs only when asked for by name.
@@ -27,11 +27,13 @@ import kernels
 INTERPRETED = tl.constexpr(kernels.interpreted())
 
 
-def config(rows, experts, fp8):
+def config(rows, experts, fp8, dtype=torch.bfloat16):
     """Tokens a dot TT, dots a tile T, rows of W a tile OUT, inputs a step BK, warps, stages; by rows per expert."""
+    if dtype == torch.float32 and not fp8:  # no tensor cores: small tiles, for correctness only
+        return dict(TT=16, T=1, OUT=64, BK=128, num_warps=4, num_stages=2)
     mean = rows / experts
     if mean <= 8:
-        return dict(TT=16, T=1, OUT=128, BK=256, num_warps=4, num_stages=3)
+        return dict(TT=16, T=1, OUT=128, BK=128, num_warps=4, num_stages=5)
     if mean <= 24:
         return dict(TT=32, T=1, OUT=128, BK=128, num_warps=4, num_stages=4)
     if mean <= 48:
@@ -229,8 +231,8 @@ def _grouped_kernel(x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, order_ptr, start_pt
 
     x [., PADDED] plane by plane; w int32 [E, ROWS, K / 8]; s uint8 [E, ROWS, K / 32]; order [n]: sorted row -> token *
     CHOICES + choice; start [E + 1]: an expert's first sorted row; tile [tiles]: tile -> expert, NUM if unused; first
-    [E]: an expert's first tile. ACT (GEMM 1): x rows are tokens, y [n, stride] gets sorted rows, NEXT planes; else x rows
-    are sorted and y rows are order's.
+    [E]: an expert's first tile. ACT (GEMM 1): x rows are tokens, y [n, stride] gets sorted rows, NEXT planes; else x
+    rows are sorted and y rows are order's.
     """
     per_tile = tl.cdiv(2 * stride if ACT else ROWS, OUT)
     tile, part = tl.program_id(0) // per_tile, tl.program_id(0) % per_tile
@@ -309,7 +311,7 @@ def _tiles(ids, num, size):
 
 def _grouped(z, ids, weights, experts, cfg, fp8, settings=None):
     (N, L), k, num = z.shape, ids.shape[1], cfg.num_experts
-    settings = dict(settings or config(N * k, num, fp8))
+    settings = dict(settings or config(N * k, num, fp8, z.dtype))
     planes, inner = 2 if fp8 else 4, experts.inner
     order, start, tile, first = _tiles(ids, num, settings["T"] * settings["TT"])
     x, scale = _planes(z.contiguous(), planes, fp8)
