@@ -10,9 +10,9 @@ transposed, acc[out, token] = W x^T, because Hopper's tensor cores take the left
 weights are unpacked, and only the right one from shared memory.
 
 A 32-bit word holds 8 inputs of a row. Plane j is what one mask picks from it: inputs j and j + 4 in bf16 (two 16-bit
-halves), inputs j, j + 2, j + 4 and j + 6 in FP8 (four bytes). So plane j of a block of BK inputs are the columns j
-modulo 4 (2 in FP8) in their order, and x is stored plane by plane: no nibble ever crosses a thread. Scales are taken
-relative to the largest of their row, which is applied in float32 at the end: no power of two overflows on the way.
+halves), inputs j, j + 2, j + 4 and j + 6 in FP8 (four bytes). x is stored in the order in which the planes of 128
+inputs leave the masks (`_columns`), so no nibble ever crosses a thread. Scales are taken relative to the largest of
+their row, which is applied in float32 at the end: no power of two overflows on the way, and unpacking is exact.
 
 W4A8 (`triton_w4a8`) also rounds the activations of both GEMMs to e4m3 with a scale per row; the weights stay exact
 where a scale is within 2^11 of its row's largest, and are 0 below. It is lossy and runs only when asked for by name.
@@ -27,8 +27,10 @@ import kernels
 INTERPRETED = tl.constexpr(kernels.interpreted())
 
 
-def config(rows, experts, fp8):
+def config(rows, experts, fp8, dtype=torch.bfloat16):
     """Tokens a dot TT, dots a tile T, rows of W a tile OUT, inputs a step BK, warps, stages; by rows per expert."""
+    if dtype == torch.float32 and not fp8:  # no tensor cores: small tiles, for correctness only
+        return dict(TT=16, T=1, OUT=64, BK=128, num_warps=4, num_stages=2)
     mean = rows / experts
     if mean <= 8:
         return dict(TT=16, T=1, OUT=128, BK=128, num_warps=4, num_stages=5)
@@ -36,7 +38,7 @@ def config(rows, experts, fp8):
         return dict(TT=32, T=1, OUT=128, BK=128, num_warps=4, num_stages=4)
     if mean <= 48:
         return dict(TT=64, T=1, OUT=128, BK=128, num_warps=4, num_stages=3)
-    return dict(TT=64, T=2 if mean <= 96 else 3, OUT=128, BK=128, num_warps=8, num_stages=3)
+    return dict(TT=64, T=3, OUT=128, BK=128, num_warps=8, num_stages=4 if fp8 else 3)
 
 
 @triton.jit
@@ -114,7 +116,7 @@ def _dot(a, x, acc):
 
 @triton.jit
 def _columns(p, PLANES: tl.constexpr):
-    """Position p in a row stored in blocks of 128, plane by plane -> the column it holds. PLANES 1: they are the same."""
+    """Position p in a row stored plane by plane in blocks of 128 -> the column it holds. PLANES 1: the same."""
     SIZE: tl.constexpr = 128 // PLANES
     IN_WORD: tl.constexpr = 8 // PLANES
     v = p % SIZE // IN_WORD
@@ -124,7 +126,8 @@ def _columns(p, PLANES: tl.constexpr):
 
 
 @triton.jit
-def _planes_kernel(x_ptr, out_ptr, scale_ptr, WIDTH, PADDED, PLANES: tl.constexpr, FP8: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+def _planes_kernel(x_ptr, out_ptr, scale_ptr, WIDTH, PADDED, PLANES: tl.constexpr, FP8: tl.constexpr,
+                   SIZE: tl.constexpr):  # fmt: skip
     """A row of x [n, WIDTH] -> out [n, PADDED] plane by plane, zeros behind it; in FP8 e4m3 and its scale [n]."""
     row = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, SIZE)
@@ -139,50 +142,97 @@ def _planes_kernel(x_ptr, out_ptr, scale_ptr, WIDTH, PADDED, PLANES: tl.constexp
 
 
 @triton.jit
-def _finish(acc, largest, x_scale_ptr, source, row, real, rows_w, order_ptr, y_ptr, stride, beta, linear,
-            SITU: tl.constexpr, ACT: tl.constexpr, FP8: tl.constexpr, OUT: tl.constexpr, TT: tl.constexpr):  # fmt: skip
-    """acc [OUT, TT] -> scaled; gate and up rows combined (ACT); written to y."""
-    first, second = _power(largest - (133 if FP8 else 128))
-    acc = acc * first[:, None] * second[:, None]
-    if FP8:
-        acc = acc * tl.load(x_scale_ptr + source, real, other=0.0)[None, :]
-    if ACT:  # eight gate rows, eight up rows, and so on: both in one thread
-        pairs = acc.reshape(OUT // 16, 2, 8, TT).permute(0, 2, 3, 1)
-        a, u = pairs.split()
-        gate = 1 / (1 + tl.exp(-a))
-        if SITU:  # tanh x = 2 sigmoid(2 x) - 1 loses digits near 0, where x - x^3 / 3 has them
-            acc = beta * _tanh(a / beta) * gate * (linear * _tanh(u / linear))
-        else:
-            acc = a * gate * u
-        acc = acc.reshape(OUT // 2, TT)
-        place = row
-    else:
-        place = tl.load(order_ptr + row, real, other=0)
-    y = y_ptr + place.to(tl.int64)[None, :] * stride + rows_w[:, None]
-    tl.store(y, acc.to(y_ptr.dtype.element_ty), real[None, :] & (rows_w < stride)[:, None])
-
-
-@triton.jit
 def _tanh(x):
-    """tanh, to float32 accuracy: by its series near 0, by exp(-2 |x|) elsewhere."""
+    """tanh to float32 accuracy: a series near 0, where 1 - t would lose digits."""
     t = tl.exp(-2 * tl.abs(x))
     far = tl.where(x < 0, t - 1, 1 - t) / (1 + t)
     s = x * x
-    near = x * (1 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835 - s * (1382 / 155925))))))
-    return tl.where(s < 0.0625, near, far)
+    return tl.where(s < 1 / 64, x * (1 + s * (-1 / 3 + s * (2 / 15 - s * (17 / 315)))), far)
+
+
+@triton.jit
+def _finish(acc, high, low, x_scale_ptr, source, row, real, out, order_ptr, y_ptr, stride, inner, beta, linear,
+            SITU: tl.constexpr, ACT: tl.constexpr, FP8: tl.constexpr, NEXT: tl.constexpr):  # fmt: skip
+    """acc [OUT, TT] times the scales; ACT: gate and up rows combined; written to y."""
+    acc = acc * high[:, None] * low[:, None]
+    if FP8:
+        acc = acc * tl.load(x_scale_ptr + source, real, other=0.0)[None, :]
+    place = row
+    if ACT:  # eight gate rows, eight up rows, and so on: both in one thread
+        a, u = acc.reshape(acc.shape[0] // 16, 2, 8, acc.shape[1]).permute(0, 2, 3, 1).split()
+        acc = a / (1 + tl.exp(-a)) * u
+        if SITU:
+            acc = beta * _tanh(a / beta) / (1 + tl.exp(-a)) * (linear * _tanh(u / linear))
+        acc = tl.where((_columns(out, NEXT) < inner)[:, None], acc.reshape(out.shape[0], row.shape[0]), 0.0)
+    else:
+        place = tl.load(order_ptr + row, real, other=0)
+    y = y_ptr + place.to(tl.int64)[None, :] * stride + out[:, None]
+    tl.store(y, acc.to(y_ptr.dtype.element_ty), real[None, :] & (out < stride)[:, None])
+
+
+@triton.jit
+def _tile(x_ptr, x_scale_ptr, w_at, s_at, largest, row0, end, out, order_ptr, y_ptr, stride, inner, beta, linear,
+          CHOICES, K: tl.constexpr, PADDED: tl.constexpr, ACT: tl.constexpr, SITU: tl.constexpr, FP8: tl.constexpr,
+          NEXT: tl.constexpr, TT: tl.constexpr, T: tl.constexpr, OUT: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """T * TT rows from row0 on (those before end are real); the weights are unpacked once for the T products."""
+    rows = row0 + tl.arange(0, TT)
+    row_0, row_1, row_2 = rows, rows + TT, rows + 2 * TT
+    real_0, real_1, real_2 = row_0 < end, row_1 < end, row_2 < end
+    from_0, from_1, from_2 = row_0, row_1, row_2
+    if ACT:
+        from_0 = tl.load(order_ptr + row_0, real_0, other=0) // CHOICES
+        if T > 1:
+            from_1 = tl.load(order_ptr + row_1, real_1, other=0) // CHOICES
+        if T > 2:
+            from_2 = tl.load(order_ptr + row_2, real_2, other=0) // CHOICES
+    x_at = x_ptr + tl.arange(0, BK)[:, None]
+    x_0 = x_at + from_0.to(tl.int64)[None, :] * PADDED
+    x_1 = x_at + from_1.to(tl.int64)[None, :] * PADDED
+    x_2 = x_at + from_2.to(tl.int64)[None, :] * PADDED
+    words = tl.arange(0, BK // 8)[None, :]
+    groups = tl.arange(0, BK // 128)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    base = (12 if FP8 else 254) - largest[:, None, None]
+
+    acc_0 = tl.zeros((OUT, TT), tl.float32)
+    acc_1 = tl.zeros((OUT, TT), tl.float32)
+    acc_2 = tl.zeros((OUT, TT), tl.float32)
+    for k in range(0, K, BK):
+        if K % BK == 0:
+            w, s = tl.load(w_at + k // 8), (tl.load(s_at + k // 128) >> (groups % 4 * 8)) & 255
+        else:
+            w = tl.load(w_at + k // 8, words < (K - k) // 8, other=0)
+            s = tl.load(s_at + k // 32, groups < (K - k) // 32, other=0).to(tl.int32)
+        w = w.reshape(OUT, BK // 128, 4, 4).permute(0, 1, 3, 2).reshape(OUT, BK // 8)
+        power = tl.broadcast_to((base + s)[:, :, None, :], (OUT, BK // 128, 4, 4)).reshape(OUT, BK // 8)
+        a = _unpack(w, power, x_ptr.dtype.element_ty)
+        acc_0 = _dot(a, tl.load(x_0 + k, real_0[None, :], other=0.0), acc_0)
+        if T > 1:
+            acc_1 = _dot(a, tl.load(x_1 + k, real_1[None, :], other=0.0), acc_1)
+        if T > 2:
+            acc_2 = _dot(a, tl.load(x_2 + k, real_2[None, :], other=0.0), acc_2)
+
+    high, low = _power(largest - (133 if FP8 else 128))
+    _finish(acc_0, high, low, x_scale_ptr, from_0, row_0, real_0, out, order_ptr, y_ptr, stride, inner, beta, linear,
+            SITU, ACT, FP8, NEXT)  # fmt: skip
+    if T > 1:
+        _finish(acc_1, high, low, x_scale_ptr, from_1, row_1, real_1, out, order_ptr, y_ptr, stride, inner, beta,
+                linear, SITU, ACT, FP8, NEXT)  # fmt: skip
+    if T > 2:
+        _finish(acc_2, high, low, x_scale_ptr, from_2, row_2, real_2, out, order_ptr, y_ptr, stride, inner, beta,
+                linear, SITU, ACT, FP8, NEXT)  # fmt: skip
 
 
 @triton.jit
 def _grouped_kernel(x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, order_ptr, start_ptr, tile_ptr, first_ptr, beta, linear,
-                    NUM, CHOICES, ROWS, stride, K: tl.constexpr, PADDED: tl.constexpr, ACT: tl.constexpr, SITU: tl.constexpr,
-                    FP8: tl.constexpr, TT: tl.constexpr, T: tl.constexpr, OUT: tl.constexpr, BK: tl.constexpr,
-                    NEXT: tl.constexpr):  # fmt: skip
-    """One tile of T * TT rows of an expert times OUT rows of its W.
+                    NUM, CHOICES, ROWS, stride, K: tl.constexpr, PADDED: tl.constexpr, ACT: tl.constexpr,
+                    SITU: tl.constexpr, FP8: tl.constexpr, NEXT: tl.constexpr, TT: tl.constexpr, T: tl.constexpr,
+                    OUT: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """One tile of up to T * TT rows of an expert times OUT rows of its W.
 
     x [., PADDED] plane by plane; w int32 [E, ROWS, K / 8]; s uint8 [E, ROWS, K / 32]; order [n]: sorted row -> token *
-    CHOICES + choice; start [E + 1]: an expert's first sorted row; tile [tiles]: tile -> expert, NUM if unused; first [E]:
-    an expert's first tile. ACT (GEMM 1): x rows are tokens, y [n, stride] gets sorted rows, NEXT planes; else x rows
-    are sorted and y rows are order's.
+    CHOICES + choice; start [E + 1]: an expert's first sorted row; tile [tiles]: tile -> expert, NUM if unused; first
+    [E]: an expert's first tile. ACT (GEMM 1): x rows are tokens, y [n, stride] gets sorted rows, NEXT planes; else x
+    rows are sorted and y rows are order's.
     """
     per_tile = tl.cdiv(2 * stride if ACT else ROWS, OUT)
     tile, part = tl.program_id(0) // per_tile, tl.program_id(0) % per_tile
@@ -192,68 +242,34 @@ def _grouped_kernel(x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, order_ptr, start_pt
     row0 = tl.load(start_ptr + expert) + (tile - tl.load(first_ptr + expert)) * (T * TT)
     end = tl.load(start_ptr + expert + 1)
 
-    r = tl.arange(0, OUT)  # the rows of W, and where in y their outputs go
+    r = tl.arange(0, OUT)  # the rows of W, and in y the columns of their outputs
     if ACT:
         out = part * (OUT // 2) + tl.arange(0, OUT // 2)
-        inner = _columns(part * (OUT // 2) + r // 16 * 8 + r % 8, NEXT)
-        row_w = inner + r // 8 % 2 * (ROWS // 2)
-        real_w = inner < ROWS // 2
+        column = _columns(part * (OUT // 2) + r // 16 * 8 + r % 8, NEXT)
+        row_w = tl.where(column < ROWS // 2, column + r // 8 % 2 * (ROWS // 2), 0)
     else:
         out = part * OUT + r
-        row_w, real_w = out, out < ROWS
-    row_w = expert.to(tl.int64) * ROWS + tl.where(real_w, row_w, 0)
-    all_groups = tl.arange(0, triton.next_power_of_2(K // 32))
-    largest = tl.load(s_ptr + row_w[:, None] * (K // 32) + all_groups[None, :], all_groups[None, :] < K // 32, other=0)
+        row_w = tl.where(out < ROWS, out, 0)
+    row_w = expert.to(tl.int64) * ROWS + row_w
+    groups = tl.arange(0, triton.next_power_of_2(K // 32))[None, :]
+    largest = tl.load(s_ptr + row_w[:, None] * (K // 32) + groups, groups < K // 32, other=0)
     largest = tl.max(largest.to(tl.int32), 1)
-    base = (12 if FP8 else 254) - largest[:, None]
 
-    rows = tl.arange(0, TT)
-    row_0, row_1, row_2 = row0 + rows, row0 + TT + rows, row0 + 2 * TT + rows
-    from_0, from_1, from_2 = row_0, row_1, row_2
-    if ACT:
-        from_0 = tl.load(order_ptr + row_0, row_0 < end, other=0) // CHOICES
-        if T > 1:
-            from_1 = tl.load(order_ptr + row_1, row_1 < end, other=0) // CHOICES
-        if T > 2:
-            from_2 = tl.load(order_ptr + row_2, row_2 < end, other=0) // CHOICES
-    column = tl.arange(0, BK)[:, None]
-    x_0 = x_ptr + from_0.to(tl.int64)[None, :] * PADDED + column
-    x_1 = x_ptr + from_1.to(tl.int64)[None, :] * PADDED + column
-    x_2 = x_ptr + from_2.to(tl.int64)[None, :] * PADDED + column
-    words, lane = tl.arange(0, BK // 8)[None, :], tl.arange(0, 4)[None, None, :]
-    w_at = w_ptr + row_w[:, None] * (K // 8) + words
-    blocks = tl.arange(0, BK // 128)[None, :, None]
+    w_at = w_ptr + row_w[:, None] * (K // 8) + tl.arange(0, BK // 8)[None, :]
+    block, lane = tl.arange(0, BK // 128)[None, :, None], tl.arange(0, 4)[None, None, :]
     if K % BK == 0:  # the four scales of a block as a word, read by each of four threads: copies have 4 bytes at least
-        s_at = s_ptr.to(tl.pointer_type(tl.int32)) + row_w[:, None, None] * (K // 128) + blocks + 0 * lane
+        s_at = s_ptr.to(tl.pointer_type(tl.int32)) + row_w[:, None, None] * (K // 128) + block + 0 * lane
     else:
-        s_at = s_ptr + row_w[:, None, None] * (K // 32) + blocks * 4 + lane
-
-    acc_0 = tl.zeros((OUT, TT), tl.float32)
-    acc_1 = tl.zeros((OUT, TT), tl.float32)
-    acc_2 = tl.zeros((OUT, TT), tl.float32)
-    for k in range(0, K, BK):
-        if K % BK == 0:
-            w, s = tl.load(w_at + k // 8), (tl.load(s_at + k // 128) >> (lane * 8)) & 255
-        else:
-            w = tl.load(w_at + k // 8, words < (K - k) // 8, other=0)
-            s = tl.load(s_at + k // 32, blocks * 4 + lane < (K - k) // 32, other=0).to(tl.int32)
-        w = w.reshape(OUT, BK // 128, 4, 4).permute(0, 1, 3, 2).reshape(OUT, BK // 8)
-        power = tl.broadcast_to((base[:, :, None] + s)[:, :, None, :], (OUT, BK // 128, 4, 4)).reshape(OUT, BK // 8)
-        a = _unpack(w, power, x_ptr.dtype.element_ty)
-        acc_0 = _dot(a, tl.load(x_0 + k, (row_0 < end)[None, :], other=0.0), acc_0)
-        if T > 1:
-            acc_1 = _dot(a, tl.load(x_1 + k, (row_1 < end)[None, :], other=0.0), acc_1)
-        if T > 2:
-            acc_2 = _dot(a, tl.load(x_2 + k, (row_2 < end)[None, :], other=0.0), acc_2)
-
-    _finish(acc_0, largest, x_scale_ptr, from_0, row_0, row_0 < end, out, order_ptr, y_ptr, stride, beta, linear,
-            SITU, ACT, FP8, OUT, TT)  # fmt: skip
-    if T > 1:
-        _finish(acc_1, largest, x_scale_ptr, from_1, row_1, row_1 < end, out, order_ptr, y_ptr, stride, beta, linear,
-                SITU, ACT, FP8, OUT, TT)  # fmt: skip
-    if T > 2:
-        _finish(acc_2, largest, x_scale_ptr, from_2, row_2, row_2 < end, out, order_ptr, y_ptr, stride, beta, linear,
-                SITU, ACT, FP8, OUT, TT)  # fmt: skip
+        s_at = s_ptr + row_w[:, None, None] * (K // 32) + block * 4 + lane
+    if T > 2 and end - row0 > 2 * TT:
+        _tile(x_ptr, x_scale_ptr, w_at, s_at, largest, row0, end, out, order_ptr, y_ptr, stride, ROWS // 2, beta,
+              linear, CHOICES, K, PADDED, ACT, SITU, FP8, NEXT, TT, 3, OUT, BK)  # fmt: skip
+    elif T > 1 and end - row0 > TT:
+        _tile(x_ptr, x_scale_ptr, w_at, s_at, largest, row0, end, out, order_ptr, y_ptr, stride, ROWS // 2, beta,
+              linear, CHOICES, K, PADDED, ACT, SITU, FP8, NEXT, TT, 2, OUT, BK)  # fmt: skip
+    else:
+        _tile(x_ptr, x_scale_ptr, w_at, s_at, largest, row0, end, out, order_ptr, y_ptr, stride, ROWS // 2, beta,
+              linear, CHOICES, K, PADDED, ACT, SITU, FP8, NEXT, TT, 1, OUT, BK)  # fmt: skip
 
 
 @triton.jit
@@ -295,7 +311,7 @@ def _tiles(ids, num, size):
 
 def _grouped(z, ids, weights, experts, cfg, fp8, settings=None):
     (N, L), k, num = z.shape, ids.shape[1], cfg.num_experts
-    settings = dict(settings or config(N * k, num, fp8))
+    settings = dict(settings or config(N * k, num, fp8, z.dtype))
     planes, inner = 2 if fp8 else 4, experts.inner
     order, start, tile, first = _tiles(ids, num, settings["T"] * settings["TT"])
     x, scale = _planes(z.contiguous(), planes, fp8)
@@ -307,7 +323,7 @@ def _grouped(z, ids, weights, experts, cfg, fp8, settings=None):
         beta, linear = cfg.activation_situ_beta, cfg.activation_situ_linear_beta
         _grouped_kernel[(len(tile) * triton.cdiv(rows, settings["OUT"]),)](
             x, scale, w.view(torch.int32), s, out, order, start, tile, first, beta or 1.0, linear or 1.0,
-            num, k, w.shape[1], out.shape[1], K, x.shape[1], act, cfg.hidden_act != "silu", fp8, NEXT=planes, **settings,
+            num, k, w.shape[1], out.shape[1], K, x.shape[1], act, cfg.hidden_act != "silu", fp8, planes, **settings,
         )  # fmt: skip
 
     gemm(x, scale, "w13", act, L, True)
