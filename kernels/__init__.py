@@ -42,6 +42,7 @@ def op(name):
             counts[name, backend] += 1
             return function(*args, **kwargs)
 
+        call.torch_path = torch_path
         return call
 
     return declare

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import kernels
 
@@ -31,14 +30,7 @@ def config(dtype, widest):
         return dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)  # products by FMA: larger blocks spill
     if widest > 128:
         return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
-    return dict(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2)
-
-
-def has_tma(x, n, p, v, r):
-    """Whether blocks of keys and values can be fetched by the copy engine of a Hopper GPU or a later one."""
-    hopper = x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    aligned = (r + p) % 8 == 0 and all(d >= 16 and d & (d - 1) == 0 for d in (n, p))
-    return hopper and x.itemsize == 2 and n == v and aligned
+    return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -57,24 +49,19 @@ def _load(base, rows, stride, valid, width: tl.constexpr, WIDTH: tl.constexpr, M
 
 @triton.jit
 def _attend(
-    q_nope, q_pe, kv, pe, kv_stride, pe_stride, kv_blocks, pe_blocks, row, column, position, first, last,
-    acc, peak, total, scale_log2, n: tl.constexpr, p: tl.constexpr, v: tl.constexpr, r: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    q_nope, q_pe, kv, pe, kv_stride, pe_stride, position, first, last,
+    acc, peak, total, scale_log2, n: tl.constexpr, p: tl.constexpr, v: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The running softmax (acc [M, V]; peak [M]: the maximum, in log2; total [M]) after the keys first..last of a text.
 
-    kv, pe: at its key 0, which is row `row` of the pass; column: of the head in kv; kv_blocks, pe_blocks: the pass for
-    the copy engine, if TMA; position [M]: of the queries, which see no key behind theirs. MASKED: not every query sees
+    kv, pe: at its key 0; position [M]: of the queries, which see no key behind theirs. MASKED: not every query sees
     every key.
     """
     for key in tl.range(first, last, BLOCK_N):
         keys = key + tl.arange(0, BLOCK_N)
-        if TMA:
-            k_nope = kv_blocks.load([row + key, column])
-            k_pe = pe_blocks.load([row + key, r])
-        else:
-            k_nope = _load(kv, keys, kv_stride, keys < last, n, q_nope.shape[1], MASKED)
-            k_pe = _load(pe, keys, pe_stride, keys < last, p, q_pe.shape[1], MASKED)
+        k_nope = _load(kv, keys, kv_stride, keys < last, n, q_nope.shape[1], MASKED)
+        k_pe = _load(pe, keys, pe_stride, keys < last, p, q_pe.shape[1], MASKED)
         s = tl.dot(q_nope, tl.trans(k_nope), input_precision="ieee")
         s = tl.dot(q_pe, tl.trans(k_pe), s, input_precision="ieee")
         if MASKED:
@@ -83,10 +70,7 @@ def _attend(
         weights = tl.exp2(s * scale_log2 - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(weights, 1)
-        if TMA:
-            values = kv_blocks.load([row + key, column + n])
-        else:
-            values = _load(kv + n, keys, kv_stride, keys < last, v, acc.shape[1], MASKED)
+        values = _load(kv + n, keys, kv_stride, keys < last, v, acc.shape[1], MASKED)
         acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
         peak = new_peak
     return acc, peak, total
@@ -94,16 +78,15 @@ def _attend(
 
 @triton.jit(do_not_specialize=["sums_stride"])
 def _prefill_kernel(
-    q, kv, rows, kv_blocks, rows_blocks, out, state, sums, tiles,
+    q, kv, rows, out, state, sums, tiles,
     q_stride, q_head_stride, kv_stride, rows_stride, sums_stride, scale_log2,
     h: tl.constexpr, n: tl.constexpr, p: tl.constexpr, v: tl.constexpr, r: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One head of one tile of queries over the keys of its text that this pass holds.
 
-    q [rows, h, n+p]; kv [L, h, n+v], rows [L, r+p]: the pass, with TMA also as descriptors of blocks of BLOCK_N rows;
-    out [rows, h, v]; state [rows, h, v], sums [2, rows, h] float32: acc, peak and total of a text that is cut; tiles:
+    q [rows, h, n+p]; kv [L, h, n+v], rows [L, r+p]: the pass; out [rows, h, v]; state [rows, h, v], sums [2, rows, h] float32: acc, peak and total of a text that is cut; tiles:
     see `plan`. N, P, V: n, p, v rounded up to a power of two.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -132,12 +115,12 @@ def _prefill_kernel(
     kv += offset.to(tl.int64) * kv_stride + head * (n + v)
     pe = rows + offset.to(tl.int64) * rows_stride + r
     acc, peak, total = _attend(
-        q_nope, q_pe, kv, pe, kv_stride, rows_stride, kv_blocks, rows_blocks, offset, head * (n + v), position,
-        0, clear, acc, peak, total, scale_log2, n, p, v, r, BLOCK_N, False, TMA,
+        q_nope, q_pe, kv, pe, kv_stride, rows_stride, position,
+        0, clear, acc, peak, total, scale_log2, n, p, v, BLOCK_N, False,
     )  # fmt: skip
     acc, peak, total = _attend(
-        q_nope, q_pe, kv, pe, kv_stride, rows_stride, kv_blocks, rows_blocks, offset, head * (n + v), position,
-        clear, last, acc, peak, total, scale_log2, n, p, v, r, BLOCK_N, True, False,
+        q_nope, q_pe, kv, pe, kv_stride, rows_stride, position,
+        clear, last, acc, peak, total, scale_log2, n, p, v, BLOCK_N, True,
     )  # fmt: skip
 
     if SPLIT and end < past + count:
@@ -222,7 +205,7 @@ def mla_prefill(q, W_kvb, stored, part, scale, row_scale, **options):
     n = q.shape[-1] - p
     v = W_kvb.shape[1] - n
     N, P, V = (max(16, triton.next_power_of_2(size)) for size in (n, p, v))
-    options = config(q.dtype, max(N, P, V)) | dict(TMA=has_tma(q, n, p, v, r)) | options
+    options = config(q.dtype, max(N, P, V)) | options
     passes, cut = plan(part, options["BLOCK_M"])
     out = q.new_empty(len(q), h, v)
     state = q.new_empty(out.shape if cut else 0, dtype=torch.float32)
@@ -231,12 +214,8 @@ def mla_prefill(q, W_kvb, stored, part, scale, row_scale, **options):
     for at, tiles in passes:
         rows, kv = gather(stored, at, row_scale, q.dtype), workspace[: len(at)]
         torch.mm(rows[:, :r], W_kvb.flatten(0, 1).T, out=kv)
-        blocks = [
-            TensorDescriptor.from_tensor(x, [options["BLOCK_N"], width]) if options["TMA"] else None
-            for x, width in ((kv, n), (rows, p))
-        ]
         _prefill_kernel[len(tiles), h](
-            q, kv, rows, *blocks, out, state, sums, tiles, q.stride(0), q.stride(1), kv.stride(0), rows.stride(0),
+            q, kv, rows, out, state, sums, tiles, q.stride(0), q.stride(1), kv.stride(0), rows.stride(0),
             len(q) * h, scale * LOG2E, h=h, n=n, p=p, v=v, r=r, N=N, P=P, V=V, SPLIT=cut, **options,
         )  # fmt: skip
     return out

@@ -155,29 +155,18 @@ def test_refusals():
     assert "cuDNN" in file.cudnn_why_not(q, W, *rest)
 
 
-@interpreted
-@pytest.mark.parametrize("past", [0, 33])
-def test_descriptors(small, past):
-    """The loads of a GPU with a copy engine."""
-    args = case([33, 40], [past, 9], h=1, n=16, p=16, v=16, r=16)
-    assert torch.equal(file.mla_prefill(*args, TMA=True), run(*args))
-
-
 @compiled_only
-@pytest.mark.parametrize("dtype, sizes, TMA", [("bf16", REAL, True), ("bf16", REAL, False), ("fp32", TINY, False)])
-def test_compiles(dtype, sizes, TMA):
+@pytest.mark.parametrize("dtype, sizes", [("bf16", REAL), ("fp32", TINY)])
+def test_compiles(dtype, sizes):
     N, P, V = (max(16, triton.next_power_of_2(sizes[x])) for x in "npv")
     options = file.config(dict(bf16=torch.bfloat16, fp32=torch.float32)[dtype], max(N, P, V))
-    warps, stages, rows = options.pop("num_warps"), options.pop("num_stages"), options["BLOCK_N"]
-    constants = sizes | dict(N=N, P=P, V=V, SPLIT=True, TMA=TMA) | options
-    blocks = dict(kv_blocks=f"tensordesc<{dtype}[{rows}, {N}]>", rows_blocks=f"tensordesc<{dtype}[{rows}, {P}]>")
-    constants |= {} if TMA else dict.fromkeys(blocks)
+    warps, stages = options.pop("num_warps"), options.pop("num_stages")
     pointers = dict.fromkeys(("q", "kv", "rows", "out"), f"*{dtype}") | dict(state="*fp32", sums="*fp32", tiles="*i32")
     strides = dict.fromkeys(("q_stride", "q_head_stride", "kv_stride", "rows_stride", "sums_stride"), "i32")
-    signature = pointers | strides | dict(scale_log2="fp32") | (blocks if TMA else {})
+    constants = sizes | dict(N=N, P=P, V=V, SPLIT=True) | options
+    signature = pointers | strides | dict(scale_log2="fp32")
     built = compile_for_all(file._prefill_kernel, signature, constants, warps, stages)
     assert ("wgmma" in built["sm_90"].asm["ptx"]) == (dtype == "bf16")
-    assert ("cp.async.bulk.tensor" in built["sm_90"].asm["ptx"]) == TMA
 
 
 # ---------------------------------------------------------------- on a GPU
