@@ -26,6 +26,8 @@ PREPARE = dict(num_warps=8, num_stages=1)
 INVERSE = dict(num_warps=1)
 SCAN = dict(num_warps=8, STAGES=2)
 SCAN_WIDE = dict(num_warps=8, STAGES=1)  # float32
+# Products of float32 as six of bfloat16 parts: exact to 2^-24, on tensor cores. As FMAs ("ieee") they spill registers.
+WIDE_PRECISION = "ieee" if kernels.interpreted() else "bf16x6"
 SCAN_TILE = 128  # value channels per program of the scan; the output norm is a launch of its own if a head has more
 
 
@@ -332,6 +334,7 @@ def _scan_kernel(
 def _carry_kernel(
     states, S, src, past, table, chains, groups,
     SRC: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The states that a text's groups are entered with, from their maps: S^T = S^T M^T + N^T, in float32."""
     h, text = tl.program_id(1), tl.program_id(2)
@@ -343,7 +346,7 @@ def _carry_kernel(
     for _ in range(tl.cdiv(end - begin, LENGTH)):
         tl.store(states + 2 * D * D + v[:, None] * D + ch, state)
         M = tl.load(states + D * D + ch[:, None] * D + ch)
-        state = tl.dot(state, M, acc=tl.load(states + v[:, None] * D + ch), input_precision="bf16x6")
+        state = tl.dot(state, M, acc=tl.load(states + v[:, None] * D + ch), input_precision=PRECISION)
         states += HEADS * 3 * D * D
 
 
@@ -390,7 +393,7 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     wide = qkv.dtype == torch.float32
     exact = wide or not w.lower_bound or w.lower_bound < -5  # float32 keeps its digits only without splits
     gate_kind = "free" if not w.lower_bound else "deep" if exact else "bounded"
-    precision = "bf16x6" if wide else "ieee"  # float32 as three bfloat16: exact to 2^-24, and for tensor cores
+    precision = WIDE_PRECISION if wide else "ieee"
     solve = "ieee" if wide or torch.version.hip else "tf32x3"
     _prepare_kernel[heads, chunks](
         qkv, r, b, w.conv, w.A_log, w.dt_bias, conv, src, part.past, table, chains, scratch, pairs, decay, windows,
@@ -413,7 +416,8 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     if groups > 1:
         scan("maps", 2 * d // tile)
         _carry_kernel[d // 32, heads, texts](
-            states, S, src, part.past, table, chains, groups, src.stride(0), S.stride(0), heads, d, 32, length, num_stages=1
+            states, S, src, part.past, table, chains, groups, src.stride(0), S.stride(0), heads, d, 32, length,
+            WIDE_PRECISION, num_stages=1,
         )
     scan("entered" if groups > 1 else "pages", d // tile)
     if tile < d:

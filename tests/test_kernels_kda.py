@@ -113,6 +113,7 @@ def check(*args, limit=None, **kwargs):
     assert all(torch.equal(x.nan_to_num(7), y[untouched].nan_to_num(7)) for x, y in zip(before, (S, conv)))
 
 
+@compiled_only
 def test_in_the_interpreter():
     run_interpreted(__file__)
 
@@ -221,7 +222,7 @@ def test_compiles_for_bfloat16():
 @compiled_only
 def test_compiles_for_float32():
     compile_kernel(triton_kda._prepare_kernel, "fp32", triton_kda.PREPARE, GATE="free", PRECISION="bf16x6", D=32, HEADS=4)
-    compile_kernel(triton_kda._carry_kernel, "fp32", dict(num_warps=4, num_stages=1), TILE=32)
+    compile_kernel(triton_kda._carry_kernel, "fp32", dict(num_warps=4, num_stages=1), TILE=32, PRECISION="bf16x6")
     compile_kernel(triton_kda._norm_kernel, "fp32", dict(num_warps=4))
 
 
