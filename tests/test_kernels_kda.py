@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from kernel_helpers import DEVICE, INTERPRETED, compile_for_all, compiled_only, interpreted, on_gpu, rel, run_interpreted
+from kernel_helpers import (
+    DEVICE,
+    INTERPRETED,
+    compile_for_all,
+    compiled_only,
+    interpreted,
+    on_gpu,
+    rel,
+    run_interpreted,
+)
 
 import kernels
 from cache import Part
@@ -44,8 +53,10 @@ LIMIT = {torch.float32: 2e-6, torch.bfloat16: 7e-3}
 RAGGED = (1, 2, 15, 16, 17, 63, 64, 65)
 
 
-def problem(lengths, follows=(), past=None, h=2, d=32, dtype=torch.float32, bound=-5.0, gate="random", alike=False, pages=None, seed=0):  # fmt: skip
-    """Arguments of kda_prefill: raw projections as slices of a wider row, state pages in any order of a poisoned pool."""
+def problem(
+    lengths, follows=(), past=None, h=2, d=32, dtype=torch.float32, bound=-5.0, gate="random", alike=False, pages=None, seed=0
+):  # fmt: skip
+    """Arguments of kda_prefill: projections as slices of a wider row, state pages in any order of a poisoned pool."""
     g = torch.Generator().manual_seed(seed)
     random = lambda *shape: torch.randn(*shape, generator=g)
     B, N, hd = len(lengths), sum(lengths), h * d
@@ -108,7 +119,7 @@ def check(*args, limit=None, **kwargs):
     o, limit = run(args), limit or LIMIT[qkv.dtype]
     assert o.dtype == qkv.dtype and o.isfinite().all()
     assert rel(o, want) < limit and rel(S[dst], want_S[dst]) < limit
-    assert ((o.double() - want).norm(dim=1) < 50 * limit * want.norm(dim=1)).all()
+    assert ((o.double() - want).norm(dim=1) < 10 * limit * want.norm(dim=1) + 3 * limit).all()
     assert torch.equal(conv[dst].double(), want_conv[dst]), "conv windows are copies"
     assert all(torch.equal(x.nan_to_num(7), y[untouched].nan_to_num(7)) for x, y in zip(before, (S, conv)))
 
@@ -221,7 +232,9 @@ def test_compiles_for_bfloat16():
 
 @compiled_only
 def test_compiles_for_float32():
-    compile_kernel(triton_kda._prepare_kernel, "fp32", triton_kda.PREPARE, GATE="free", PRECISION="bf16x6", D=32, HEADS=4)
+    compile_kernel(
+        triton_kda._prepare_kernel, "fp32", triton_kda.PREPARE, GATE="free", PRECISION="bf16x6", D=32, HEADS=4
+    )
     compile_kernel(triton_kda._carry_kernel, "fp32", dict(num_warps=4, num_stages=1), TILE=32, PRECISION="bf16x6")
     compile_kernel(triton_kda._norm_kernel, "fp32", dict(num_warps=4))
 
