@@ -3,7 +3,7 @@
 `kda_prefill`: sequences of any lengths, cut into chunks of 64 tokens. What does not need the state is done
 for all chunks at once, and only a few products per chunk remain for the ordered part:
 
-    prepare   grid chunks x heads    conv, SiLU, l2norm, gates; -beta (k e^G), beta v, q e^G, k e^{G_C - G}, A, P, e^{G_C}
+    prepare   grid chunks x heads    conv, SiLU, l2norm, gates; beta k e^G, beta v, q e^G, k e^{G_C - G}, A, P, e^{G_C}
     inverse   grid chunks x heads    T = (I + A)^-1
     scan      grid texts x heads     U = T (beta v - beta (k e^G) S),  o = (q e^G) S + P U,
                                      S = e^{G_C} S + (k e^{G_C - G})^T U: the state stays in registers

@@ -54,7 +54,8 @@ RAGGED = (1, 2, 15, 16, 17, 63, 64, 65)
 
 
 def problem(
-    lengths, follows=(), past=None, h=2, d=32, dtype=torch.float32, bound=-5.0, gate="random", alike=False, pages=None, seed=0
+    lengths, follows=(), past=None, h=2, d=32, dtype=torch.float32, bound=-5.0, gate="random", alike=False,
+    pages=None, seed=0,
 ):  # fmt: skip
     """Arguments of kda_prefill: projections as slices of a wider row, state pages in any order of a poisoned pool."""
     g = torch.Generator().manual_seed(seed)
@@ -79,7 +80,8 @@ def problem(
         "mixed": torch.tensor([60.0, 2, -3, -20])[torch.randint(4, (N, hd), generator=g)],
         "jumps": torch.where((torch.arange(N) % 64 < 32)[:, None], 20.0, -9.0).expand(N, hd).clone(),
     }[gate]
-    w = Weights(random(3 * hd, 4) / 2, random(h) / 2, random(hd) - 1 if gate == "random" else torch.zeros(hd), random(d).abs() + 0.5, 1e-5, bound)  # fmt: skip
+    bias = random(hd) - 1 if gate == "random" else torch.zeros(hd)
+    w = Weights(random(3 * hd, 4) / 2, random(h) / 2, bias, random(d).abs() + 0.5, 1e-5, bound)
     w = Weights(*(x.to(DEVICE) if torch.is_tensor(x) else x for x in w))
     width = h * d * d * 4 // dtype.itemsize
     pool = torch.full((len(order), width + 16 * hd), torch.nan, dtype=dtype, device=DEVICE)
@@ -203,8 +205,8 @@ def test_why_not(change):
 
 
 SIGNATURE = dict(
-    A_log="*fp32", dt_bias="*fp32", conv_weight="*fp32", src="*i64", dst="*i64", past="*i32", table="*i32", chains="*i32",
-    pairs="*fp32", decay="*fp32", o_norm="*fp32", S="*fp32", states="*fp32", n_chains="i32", lower_bound="fp32",
+    A_log="*fp32", dt_bias="*fp32", conv_weight="*fp32", src="*i64", dst="*i64", past="*i32", table="*i32",
+    chains="*i32", pairs="*fp32", decay="*fp32", o_norm="*fp32", S="*fp32", states="*fp32", n_chains="i32", lower_bound="fp32",
     groups="i32", eps="fp32", N="i32",
 )  # fmt: skip
 
