@@ -206,8 +206,8 @@ def test_why_not(change):
 
 SIGNATURE = dict(
     A_log="*fp32", dt_bias="*fp32", conv_weight="*fp32", src="*i64", dst="*i64", past="*i32", table="*i32",
-    chains="*i32", pairs="*fp32", decay="*fp32", o_norm="*fp32", S="*fp32", states="*fp32", n_chains="i32", lower_bound="fp32",
-    groups="i32", eps="fp32", N="i32",
+    chains="*i32", pairs="*fp32", decay="*fp32", o_norm="*fp32", S="*fp32", states="*fp32",
+    n_chains="i32", lower_bound="fp32", groups="i32", eps="fp32", N="i32",
 )  # fmt: skip
 
 
