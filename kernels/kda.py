@@ -1,16 +1,16 @@
 """Triton kernels of Kimi Delta Attention (formulas: kda.py, `kda_chunked`; Kimi Linear report, arXiv 2510.26692).
 
-`kda_prefill`: sequences of any lengths, cut into chunks of 64 tokens. What does not need the state is done for all chunks
-at once, and only three products per chunk remain for the ordered part:
+`kda_prefill`: sequences of any lengths, cut into chunks of 64 tokens. What does not need the state is done
+for all chunks at once, and only a few products per chunk remain for the ordered part:
 
-    prepare   grid chunks x heads    conv, SiLU, l2norm, gates, pair products, the inverse T = (I + A)^-1; per chunk
-                                     w = -T beta (k e^G),  u = T beta v,  q e^G,  k e^{G_C - G},  P,  e^{G_C}
-    scan      grid texts x heads     the state stays in registers:
-                                     U = u + w S,   o = (q e^G) S + P U,   S = e^{G_C} S + (k e^{G_C - G})^T U
+    prepare   grid chunks x heads    conv, SiLU, l2norm, gates; beta k e^G, beta v, q e^G, k e^{G_C - G}, A, P, e^{G_C}
+    inverse   grid chunks x heads    T = (I + A)^-1
+    scan      grid texts x heads     U = T (beta v - beta (k e^G) S),  o = (q e^G) S + P U,
+                                     S = e^{G_C} S + (k e^{G_C - G})^T U: the state stays in registers
 
-Few long texts leave most of a GPU idle in the scan. Then a text is cut into groups of chunks, a group being a linear map
-S -> M S + N: all maps at once (the scan itself, from S = I without u and from S = 0), one ordered pass over the groups
-(`carry`), and the scan of all groups at once from the states they are entered with.
+Few long texts leave most of a GPU idle in the scan. Then a text is cut into groups of chunks, a group being a linear
+map S -> M S + N: all maps at once (the scan itself, from S = I without v and from S = 0), one ordered pass over the
+groups (`carry`), and the scan of all groups at once from the states they are entered with.
 """
 
 import torch
@@ -26,6 +26,8 @@ PREPARE = dict(num_warps=8, num_stages=1)
 INVERSE = dict(num_warps=1)
 SCAN = dict(num_warps=8, STAGES=2)
 SCAN_WIDE = dict(num_warps=8, STAGES=1)  # float32
+# Products of float32 as six of bfloat16 parts: exact to 2^-24, on tensor cores. As FMAs ("ieee") they spill registers.
+WIDE_PRECISION = "ieee" if kernels.interpreted() else "bf16x6"
 SCAN_TILE = 128  # value channels per program of the scan; the output norm is a launch of its own if a head has more
 
 
@@ -41,6 +43,22 @@ def _chain_of(chains, count, chunk):
 
 
 @triton.jit
+def _fine(pointer):
+    """Where keys are alike, a chunk's corrections U cancel: with bfloat16 inputs, what meets them is float16."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        pointer = pointer.to(tl.pointer_type(tl.float16))
+    return pointer
+
+
+@triton.jit
+def _round(x, dtype: tl.constexpr):
+    """x for products of `_fine` operands, none of which is near the ends of float16."""
+    if dtype == tl.bfloat16:
+        x = tl.clamp(x, -65504.0, 65504.0).to(tl.float16)
+    return x
+
+
+@triton.jit
 def _interleave(x0, x1, x2, x3, D: tl.constexpr):
     """[16, D] each, rows 4 g + m of a chunk -> [64, D]: a thread holds neighbouring rows, which makes shifts cheap."""
     return tl.reshape(tl.permute(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (0, 2, 3, 1)), [64, D])
@@ -48,7 +66,7 @@ def _interleave(x0, x1, x2, x3, D: tl.constexpr):
 
 @triton.jit
 def _input(x, page, at, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
-    """Raw inputs [16, D] at rows `at` of the chunk: rows of the text, which begins at row `text`, or of the page before it."""
+    """Raw inputs [len(at), D] at rows `at` of the chunk: of the text, which begins at row `text`, or of its page."""
     row = tl.where(at[:, None] < text, page + (at - text + 3)[:, None] * TAP, x + at[:, None] * ROW)
     there = (at < rows) & ((at >= text) | known)
     return tl.load(row + tl.arange(0, D), mask=there[:, None], other=0.0).to(tl.float32)
@@ -56,8 +74,8 @@ def _input(x, page, at, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr,
 
 @triton.jit
 def _conv_silu(x, page, weight, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
-    """SiLU of the causal convolution of a chunk -> [64, D] float32; behind the text's end anything finite. x, page, weight:
-    the chunk's first row, the page's and the taps of the head's first channel.
+    """SiLU of the causal convolution of a chunk -> [64, D] float32; behind the text's end anything finite. x, page,
+    weight: the chunk's first row, the page's and the taps of the head's first channel.
     """
     g = 4 * tl.arange(0, 16)
     w = tl.reshape(tl.load(weight + tl.arange(0, 4 * D)).to(tl.float32), [D, 2, 2])
@@ -99,8 +117,8 @@ def _sums(total, which):
 
 @triton.jit
 def _exact_pairs(p, k, G):
-    """Inside the blocks of 16, p, k, G [4, 16, D]: sum over channels of p_i e^{G_i - G_j} k_j -> [64, 64], zero elsewhere.
-    The difference comes before the exponential: without a bound on the gates no split of it is safe.
+    """Inside the blocks of 16, p, k, G [4, 16, D]: sum over channels of p_i e^{G_i - G_j} k_j -> [64, 64], zero
+    elsewhere. The difference comes before the exponential: without a bound on the gates no split of it is safe.
     """
     i, block = tl.arange(0, 16), tl.arange(0, 4)
     pairs = tl.zeros([4, 16, 16], tl.float32)
@@ -189,11 +207,13 @@ def _prepare_kernel(
     tl.store(pairs + index * 64 * 64 + square, A * beta[:, None], mask=i[:, None] // 16 >= i // 16)
     tl.store(decay + index * D + ch, tl.exp(tl.sum(total, 0)))
     scratch += index * (4 * 64 * D + 2 * 64 * 64)
-    tl.store(scratch + 4 * 64 * D + square, tl.where(i[:, None] >= i, P, 0.0).to(dtype))
+    tl.store(_fine(scratch + 4 * 64 * D) + square, _round(tl.where(i[:, None] >= i, P, 0.0), dtype))
     to *= tl.exp(before)[:, None, :]
     tl.store(scratch + tile, (tl.reshape(k * to, [64, D]) * -beta[:, None]).to(dtype))
     tl.store(scratch + 64 * D + tile, tl.reshape(q * to, [64, D]).to(dtype))
-    tl.store(scratch + 2 * 64 * D + tile, tl.reshape(k * back * tl.exp(behind)[:, None, :], [64, D]).to(dtype))
+    tl.store(
+        _fine(scratch + 2 * 64 * D) + tile, _round(tl.reshape(k * back * tl.exp(behind)[:, None, :], [64, D]), dtype)
+    )
     v = _conv_silu(qkv + 2 * HD, conv + 2 * HD, conv_weight + 2 * HD * 4, rows, text, known, ROW, TAP, D)
     tl.store(scratch + 3 * 64 * D + ch[:, None] * 64 + i, tl.trans((v * beta[:, None]).to(dtype)))
 
@@ -207,13 +227,13 @@ def _prepare_kernel(
 
 @triton.jit
 def _inverse_kernel(pairs, scratch, HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
-    """T = (I + A)^-1 of the strictly lower triangles A [64, 64] in float32, rounded at the end. By doubling of the blocks
-    whose inverse is known, which is as stable as substitution: no power of A is ever taken, so nothing grows and cancels
-    where keys are alike.
+    """T = (I + A)^-1 of the strictly lower triangles A [64, 64] in float32, rounded at the end. By doubling of the
+    blocks whose inverse is known, which is as stable as substitution: no power of A is ever taken, so nothing grows and
+    cancels where keys are alike.
     """
     index = tl.program_id(1).to(tl.int64) * HEADS + tl.program_id(0)
     A = pairs + index * 64 * 64
-    T = scratch + index * (4 * 64 * D + 2 * 64 * 64) + 4 * 64 * D + 64 * 64
+    T = _fine(scratch + index * (4 * 64 * D + 2 * 64 * 64) + 4 * 64 * D + 64 * 64)
     dtype: tl.constexpr = scratch.dtype.element_ty
     i, j, n = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], tl.arange(0, 4)[:, None, None]
     diagonal = tl.load(A + (16 * n + i) * 64 + 16 * n + j)  # [4, 16, 16]
@@ -236,9 +256,9 @@ def _inverse_kernel(pairs, scratch, HEADS: tl.constexpr, D: tl.constexpr, PRECIS
     corner = tl.load(A + (32 + i) * 64 + j)  # [32, 32]
     upper, lower = tl.sum(tl.where(second, 0.0, X), 0), tl.sum(tl.where(second, X, 0.0), 0)
     corner = tl.dot(tl.dot(lower, corner, input_precision=PRECISION), upper, input_precision=PRECISION)
-    tl.store(T + (32 * n + i) * 64 + 32 * n + j, X.to(dtype))
-    tl.store(T + (32 + i) * 64 + j, (-corner).to(dtype))
-    tl.store(T + i * 64 + 32 + j, tl.zeros([32, 32], dtype))
+    tl.store(T + (32 * n + i) * 64 + 32 * n + j, _round(X, dtype))
+    tl.store(T + (32 + i) * 64 + j, _round(-corner, dtype))
+    tl.store(T + i * 64 + 32 + j, _round(tl.zeros([32, 32], tl.float32), dtype))
 
 
 @triton.jit
@@ -260,12 +280,14 @@ def _page_state(S, src, past, seq, at, SRC: tl.constexpr, PAGE: tl.constexpr):
 @triton.jit
 def _scan_kernel(
     scratch, decay, gate, out, o_norm, S, conv, windows, states, src, dst, past, table, chains, groups, eps,
-    GATE_ROW: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr, PAGE: tl.constexpr, CONV: tl.constexpr, TAP: tl.constexpr,
-    HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    GATE_ROW: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr, PAGE: tl.constexpr, CONV: tl.constexpr,
+    TAP: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr, MODE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """MODE "pages": whole texts; "maps": groups, as maps; "entered": groups, from the states they are entered with.
 
-    All is transposed, S^T [d_v, d_k]: then the state and U are left operands, and go from product to product in registers.
+    All is transposed, S^T [d_v, d_k]: then the state and U are left operands, and stay in registers between products.
     """
     tile, h = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = scratch.dtype.element_ty
@@ -288,22 +310,22 @@ def _scan_kernel(
         index = chunk * HEADS + head
         this = scratch + index * (4 * 64 * D + 2 * 64 * 64)
         w = tl.load(this + i[:, None] * D + ch)
-        k = tl.load(this + 2 * 64 * D + i[:, None] * D + ch)
+        k = tl.load(_fine(this + 2 * 64 * D) + i[:, None] * D + ch)
         value = tl.load(this + 3 * 64 * D + v[:, None] * 64 + i)
-        T = tl.load(this + 4 * 64 * D + 64 * 64 + i[:, None] * 64 + i)
+        T = tl.load(_fine(this + 4 * 64 * D + 64 * 64) + i[:, None] * 64 + i)
         if MODE == "maps":
             value = tl.where(lone, value, 0.0)
         kept = tl.load(decay + index * D + ch)
         left = state.to(dtype)
-        error = tl.dot(left, tl.trans(w), acc=value.to(tl.float32), input_precision=PRECISION).to(dtype)
-        U = tl.dot(error, tl.trans(T), input_precision=PRECISION).to(dtype)
+        error = _round(tl.dot(left, tl.trans(w), acc=value.to(tl.float32), input_precision=PRECISION), dtype)
+        U = _round(tl.dot(error, tl.trans(T), input_precision=PRECISION), dtype)
         if MODE != "maps":
             row, rows = tl.load(table + chunk * 4).to(tl.int64), tl.load(table + chunk * 4 + 1)
             to = i[:, None] * GATE_ROW + v
             if TILE == D:
                 z = tl.load(gate + row * GATE_ROW + h * D + to, mask=(i < rows)[:, None], other=0.0)
             q = tl.load(this + 64 * D + i[:, None] * D + ch)
-            P = tl.load(this + 4 * 64 * D + i[:, None] * 64 + i)
+            P = tl.load(_fine(this + 4 * 64 * D) + i[:, None] * 64 + i)
             o = tl.dot(left, tl.trans(q), input_precision=PRECISION)
             o = tl.dot(U, tl.trans(P), acc=o, input_precision=PRECISION)
         state = tl.dot(U, k, acc=state * kept, input_precision=PRECISION)
@@ -322,7 +344,9 @@ def _scan_kernel(
                 if tile == 0:
                     m = tl.arange(0, 4)[:, None]
                     for x in tl.static_range(3):
-                        window = tl.load(windows + (seq.to(tl.int64) * 3 + m) * 3 * HD + x * HD + h * D + ch, mask=m < 3)
+                        window = tl.load(
+                            windows + (seq.to(tl.int64) * 3 + m) * 3 * HD + x * HD + h * D + ch, mask=m < 3
+                        )
                         tl.store(conv + page * CONV + m * TAP + x * HD + h * D + ch, window, mask=(m < 3) & (page >= 0))
     if MODE == "maps":
         tl.store(states + tl.where(lone, 0, D * D), state)
@@ -331,7 +355,9 @@ def _scan_kernel(
 @triton.jit
 def _carry_kernel(
     states, S, src, past, table, chains, groups,
-    SRC: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr,
+    SRC: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The states that a text's groups are entered with, from their maps: S^T = S^T M^T + N^T, in float32."""
     h, text = tl.program_id(1), tl.program_id(2)
@@ -343,12 +369,14 @@ def _carry_kernel(
     for _ in range(tl.cdiv(end - begin, LENGTH)):
         tl.store(states + 2 * D * D + v[:, None] * D + ch, state)
         M = tl.load(states + D * D + ch[:, None] * D + ch)
-        state = tl.dot(state, M, acc=tl.load(states + v[:, None] * D + ch), input_precision="bf16x6")
+        state = tl.dot(state, M, acc=tl.load(states + v[:, None] * D + ch), input_precision=PRECISION)
         states += HEADS * 3 * D * D
 
 
 @triton.jit
-def _norm_kernel(out, gate, o_norm, N, eps, GATE_ROW: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+def _norm_kernel(
+    out, gate, o_norm, N, eps, GATE_ROW: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
+):
     """RMSNorm(o) * sigmoid(gate) in place, where several programs of the scan made a head."""
     row, ch = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, D)
     at, real = tl.program_id(0) * D + ch, row < N
@@ -390,7 +418,7 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     wide = qkv.dtype == torch.float32
     exact = wide or not w.lower_bound or w.lower_bound < -5  # float32 keeps its digits only without splits
     gate_kind = "free" if not w.lower_bound else "deep" if exact else "bounded"
-    precision = "bf16x6" if wide else "ieee"  # float32 as three bfloat16: exact to 2^-24, and for tensor cores
+    precision = WIDE_PRECISION if wide else "ieee"
     solve = "ieee" if wide or torch.version.hip else "tf32x3"
     _prepare_kernel[heads, chunks](
         qkv, r, b, w.conv, w.A_log, w.dt_bias, conv, src, part.past, table, chains, scratch, pairs, decay, windows,
@@ -404,7 +432,8 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
 
     def scan(mode, tiles):
         _scan_kernel[tiles, heads, texts * groups](
-            scratch, decay, gate, out, w.o_norm, S, conv, windows, states, src, dst, part.past, table, chains, groups, w.eps,
+            scratch, decay, gate, out, w.o_norm, S, conv, windows, states, src, dst, part.past, table, chains, groups,
+            w.eps,
             gate.stride(0), src.stride(0), dst.stride(0), S.stride(0), conv.stride(0), conv.stride(1),
             heads, d, tile, length, mode, precision, **(SCAN_WIDE if wide else SCAN),
         )  # fmt: skip
@@ -413,7 +442,21 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     if groups > 1:
         scan("maps", 2 * d // tile)
         _carry_kernel[d // 32, heads, texts](
-            states, S, src, part.past, table, chains, groups, src.stride(0), S.stride(0), heads, d, 32, length, num_stages=1
+            states,
+            S,
+            src,
+            part.past,
+            table,
+            chains,
+            groups,
+            src.stride(0),
+            S.stride(0),
+            heads,
+            d,
+            32,
+            length,
+            WIDE_PRECISION,
+            num_stages=1,
         )
     scan("entered" if groups > 1 else "pages", d // tile)
     if tile < d:

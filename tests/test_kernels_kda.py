@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from kernel_helpers import DEVICE, INTERPRETED, compile_for_all, compiled_only, interpreted, on_gpu, rel, run_interpreted
+from kernel_helpers import (
+    DEVICE,
+    INTERPRETED,
+    compile_for_all,
+    compiled_only,
+    interpreted,
+    on_gpu,
+    rel,
+    run_interpreted,
+)
 
 import kernels
 from cache import Part
@@ -44,8 +53,11 @@ LIMIT = {torch.float32: 2e-6, torch.bfloat16: 7e-3}
 RAGGED = (1, 2, 15, 16, 17, 63, 64, 65)
 
 
-def problem(lengths, follows=(), past=None, h=2, d=32, dtype=torch.float32, bound=-5.0, gate="random", alike=False, pages=None, seed=0):  # fmt: skip
-    """Arguments of kda_prefill: raw projections as slices of a wider row, state pages in any order of a poisoned pool."""
+def problem(
+    lengths, follows=(), past=None, h=2, d=32, dtype=torch.float32, bound=-5.0, gate="random", alike=False,
+    pages=None, seed=0,
+):  # fmt: skip
+    """Arguments of kda_prefill: projections as slices of a wider row, state pages in any order of a poisoned pool."""
     g = torch.Generator().manual_seed(seed)
     random = lambda *shape: torch.randn(*shape, generator=g)
     B, N, hd = len(lengths), sum(lengths), h * d
@@ -68,7 +80,8 @@ def problem(lengths, follows=(), past=None, h=2, d=32, dtype=torch.float32, boun
         "mixed": torch.tensor([60.0, 2, -3, -20])[torch.randint(4, (N, hd), generator=g)],
         "jumps": torch.where((torch.arange(N) % 64 < 32)[:, None], 20.0, -9.0).expand(N, hd).clone(),
     }[gate]
-    w = Weights(random(3 * hd, 4) / 2, random(h) / 2, random(hd) - 1 if gate == "random" else torch.zeros(hd), random(d).abs() + 0.5, 1e-5, bound)  # fmt: skip
+    bias = random(hd) - 1 if gate == "random" else torch.zeros(hd)
+    w = Weights(random(3 * hd, 4) / 2, random(h) / 2, bias, random(d).abs() + 0.5, 1e-5, bound)
     w = Weights(*(x.to(DEVICE) if torch.is_tensor(x) else x for x in w))
     width = h * d * d * 4 // dtype.itemsize
     pool = torch.full((len(order), width + 16 * hd), torch.nan, dtype=dtype, device=DEVICE)
@@ -108,11 +121,12 @@ def check(*args, limit=None, **kwargs):
     o, limit = run(args), limit or LIMIT[qkv.dtype]
     assert o.dtype == qkv.dtype and o.isfinite().all()
     assert rel(o, want) < limit and rel(S[dst], want_S[dst]) < limit
-    assert ((o.double() - want).norm(dim=1) < 50 * limit * want.norm(dim=1)).all()
+    assert ((o.double() - want).norm(dim=1) < 10 * limit * want.norm(dim=1) + 3 * limit).all()
     assert torch.equal(conv[dst].double(), want_conv[dst]), "conv windows are copies"
     assert all(torch.equal(x.nan_to_num(7), y[untouched].nan_to_num(7)) for x, y in zip(before, (S, conv)))
 
 
+@compiled_only
 def test_in_the_interpreter():
     run_interpreted(__file__)
 
@@ -191,9 +205,9 @@ def test_why_not(change):
 
 
 SIGNATURE = dict(
-    A_log="*fp32", dt_bias="*fp32", conv_weight="*fp32", src="*i64", dst="*i64", past="*i32", table="*i32", chains="*i32",
-    pairs="*fp32", decay="*fp32", o_norm="*fp32", S="*fp32", states="*fp32", n_chains="i32", lower_bound="fp32",
-    groups="i32", eps="fp32", N="i32",
+    A_log="*fp32", dt_bias="*fp32", conv_weight="*fp32", src="*i64", dst="*i64", past="*i32", table="*i32",
+    chains="*i32", pairs="*fp32", decay="*fp32", o_norm="*fp32", S="*fp32", states="*fp32",
+    n_chains="i32", lower_bound="fp32", groups="i32", eps="fp32", N="i32",
 )  # fmt: skip
 
 
@@ -220,8 +234,10 @@ def test_compiles_for_bfloat16():
 
 @compiled_only
 def test_compiles_for_float32():
-    compile_kernel(triton_kda._prepare_kernel, "fp32", triton_kda.PREPARE, GATE="free", PRECISION="bf16x6", D=32, HEADS=4)
-    compile_kernel(triton_kda._carry_kernel, "fp32", dict(num_warps=4, num_stages=1), TILE=32)
+    compile_kernel(
+        triton_kda._prepare_kernel, "fp32", triton_kda.PREPARE, GATE="free", PRECISION="bf16x6", D=32, HEADS=4
+    )
+    compile_kernel(triton_kda._carry_kernel, "fp32", dict(num_warps=4, num_stages=1), TILE=32, PRECISION="bf16x6")
     compile_kernel(triton_kda._norm_kernel, "fp32", dict(num_warps=4))
 
 
