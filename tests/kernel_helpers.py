@@ -21,7 +21,7 @@ def run_interpreted(file):
     """Runs the tests of `file` that are marked `interpreted` in a process whose Triton interprets. Called by one test."""
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     root = Path(file).parent.parent
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(file)]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
 
