@@ -229,7 +229,7 @@ def test_compiles(act, fp8, rows):
 
 
 def gpu_reference(z, ids, weights, experts, cfg):
-    """The PyTorch path in float64, on weights that the independent decoder gives where it is affordable."""
+    """The PyTorch path in float64: its decoder is tested bit by bit in test_moe."""
     return routed_experts.torch_path(z.double(), ids, weights.double(), experts, cfg)
 
 
