@@ -131,7 +131,7 @@ def _exact_pairs(p, k, G):
     return tl.reshape(tl.where(same, pairs[:, :, None, :], 0.0), [64, 64])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_chains"])
 def _prepare_kernel(
     qkv, r, b, conv_weight, A_log, dt_bias, conv, src, past, table, chains, scratch, pairs, decay, windows,
     n_chains, lower_bound,
@@ -262,12 +262,12 @@ def _inverse_kernel(pairs, scratch, HEADS: tl.constexpr, D: tl.constexpr, PRECIS
 
 
 @triton.jit
-def _group(table, chains, groups, LENGTH: tl.constexpr):
+def _group(table, chains, groups, length):
     """This program's chunks [first, end), and the first sequence of their text."""
     group = tl.program_id(2)
     begin, end = tl.load(chains + group // groups), tl.load(chains + group // groups + 1)
-    first = tl.minimum(begin + group % groups * LENGTH, end)
-    return first, tl.minimum(first + LENGTH, end), tl.load(table + begin * 4 + 2)
+    first = tl.minimum(begin + group % groups * length, end)
+    return first, tl.minimum(first + length, end), tl.load(table + begin * 4 + 2)
 
 
 @triton.jit
@@ -277,12 +277,11 @@ def _page_state(S, src, past, seq, at, SRC: tl.constexpr, PAGE: tl.constexpr):
     return tl.load(S + page * PAGE + at, mask=(tl.load(past + seq) > 0) & (page >= 0) & (at >= 0), other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "length"])
 def _scan_kernel(
-    scratch, decay, gate, out, o_norm, S, conv, windows, states, src, dst, past, table, chains, groups, eps,
-    GATE_ROW: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr, PAGE: tl.constexpr, CONV: tl.constexpr,
-    TAP: tl.constexpr,
-    HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr, MODE: tl.constexpr,
+    scratch, decay, gate, out, o_norm, S, conv, windows, states, src, dst, past, table, chains, groups, length,
+    eps, GATE_ROW: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr, PAGE: tl.constexpr, CONV: tl.constexpr,
+    TAP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """MODE "pages": whole texts; "maps": groups, as maps; "entered": groups, from the states they are entered with.
@@ -292,7 +291,7 @@ def _scan_kernel(
     tile, h = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = scratch.dtype.element_ty
     HD: tl.constexpr = HEADS * D
-    first, end, seq = _group(table, chains, groups, LENGTH)
+    first, end, seq = _group(table, chains, groups, length)
     head = h.to(tl.int64)
     i, ch = tl.arange(0, 64), tl.arange(0, D)
     lone = tile * TILE < D  # "maps" has two sets of tiles: N, from a zero state, and M, from the identity without u
@@ -352,11 +351,10 @@ def _scan_kernel(
         tl.store(states + tl.where(lone, 0, D * D), state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "length"])
 def _carry_kernel(
-    states, S, src, past, table, chains, groups,
+    states, S, src, past, table, chains, groups, length,
     SRC: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
-    LENGTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The states that a text's groups are entered with, from their maps: S^T = S^T M^T + N^T, in float32."""
@@ -366,14 +364,14 @@ def _carry_kernel(
     at = h * D * D + ch * D + v[:, None]
     state = _page_state(S, src, past, tl.load(table + begin * 4 + 2), at, SRC, PAGE)
     states += (text * groups.to(tl.int64) * HEADS + h) * 3 * D * D
-    for _ in range(tl.cdiv(end - begin, LENGTH)):
+    for _ in range(tl.cdiv(end - begin, length)):
         tl.store(states + 2 * D * D + v[:, None] * D + ch, state)
         M = tl.load(states + D * D + ch[:, None] * D + ch)
         state = tl.dot(state, M, acc=tl.load(states + v[:, None] * D + ch), input_precision=PRECISION)
         states += HEADS * 3 * D * D
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _norm_kernel(
     out, gate, o_norm, N, eps, GATE_ROW: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -433,31 +431,17 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     def scan(mode, tiles):
         _scan_kernel[tiles, heads, texts * groups](
             scratch, decay, gate, out, w.o_norm, S, conv, windows, states, src, dst, part.past, table, chains, groups,
-            w.eps,
-            gate.stride(0), src.stride(0), dst.stride(0), S.stride(0), conv.stride(0), conv.stride(1),
-            heads, d, tile, length, mode, precision, **(SCAN_WIDE if wide else SCAN),
+            length, w.eps, gate.stride(0), src.stride(0), dst.stride(0), S.stride(0), conv.stride(0), conv.stride(1),
+            heads, d, tile, mode, precision, **(SCAN_WIDE if wide else SCAN),
         )  # fmt: skip
 
     states = new(texts * groups if groups > 1 else 0, heads, 3, d, d, dtype=torch.float32)
     if groups > 1:
         scan("maps", 2 * d // tile)
         _carry_kernel[d // 32, heads, texts](
-            states,
-            S,
-            src,
-            part.past,
-            table,
-            chains,
-            groups,
-            src.stride(0),
-            S.stride(0),
-            heads,
-            d,
-            32,
-            length,
-            WIDE_PRECISION,
-            num_stages=1,
-        )
+            states, S, src, part.past, table, chains, groups, length, src.stride(0), S.stride(0), heads, d, 32,
+            WIDE_PRECISION, num_stages=1,
+        )  # fmt: skip
     scan("entered" if groups > 1 else "pages", d // tile)
     if tile < d:
         _norm_kernel[heads, triton.cdiv(N, 32)](out, gate, w.o_norm, N, w.eps, gate.stride(0), heads, d, 32)

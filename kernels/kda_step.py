@@ -1,10 +1,11 @@
 """Kimi Delta Attention token by token: decode, and the verification and commitment of drafted tokens.
 
-From raw projections to the normalized, gated output; the state is read once and written at most once.
+One kernel, `_step`: a program holds one head's state S [d, d] of one sequence in registers and takes it through T
+tokens, from raw projections to the normalized, gated output. The state is read once and written at most once.
 
-    decode    1 token              reads src, writes dst, outputs    `_decode`: a head's state passes by in tiles
-    verify    T tokens             reads src, outputs                `_step`: it stays in registers for all tokens
-    commit    `accepted` tokens    reads src, writes dst             `_step`
+    decode    1 token              reads src, writes dst, outputs
+    verify    T tokens             reads src, outputs
+    commit    `accepted` tokens    reads src, writes dst
 
 The recurrence is that of the Kimi Linear report (arXiv 2510.26692), as in `kda.py`.
 """
@@ -133,75 +134,12 @@ def _step(
 
 
 @triton.jit
-def _decode(
-    qkv, gate, r, b, out, weight, A_log, dt_bias, o_norm, S, conv, src, dst, past, eps,
-    qkv_row, gate_row, r_row, b_row, S_page, conv_page, conv_row, src_stride, dst_stride,
-    H: tl.constexpr, D: tl.constexpr, BV: tl.constexpr, LOWER_BOUND: tl.constexpr,
-):  # fmt: skip
-    """Program (head, sequence): one token. The state passes in tiles of BV value channels, the next one on its way while
-    one is updated: with few registers a program, several of them keep the memory busy.
-    """
-    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    source, target = tl.load(src + seq * src_stride), tl.load(dst + seq * dst_stride)
-    live = (tl.load(past + seq) > 0) & (source >= 0)
-    ik, iv, pair, tiles = tl.arange(0, D), tl.arange(0, BV), tl.arange(0, 2)[None, :], tl.arange(0, D // BV)
-    cr = head * D + ik[:, None] + 0 * pair
-    cqk, cv = cr + H * D * pair, (2 * H + head) * D + iv
-    out += (seq * H + head) * D + tl.arange(0, D)
-    if target < 0:  # padding
-        tl.store(out, tl.zeros([D], out.dtype.element_ty))
-        return
-
-    at = head * D * D + ik[:, None] * D + iv[None, :]
-    read, write = S + source * S_page + at, S + target * S_page + at
-    state = tl.load(read, mask=live, other=0.0)
-    before, after = conv + source * conv_page, conv + target * conv_page
-    x0, x1, x2 = _window(before, conv_row, cqk, live)
-    x3 = tl.load(qkv + seq * qkv_row + cqk)
-    z = tl.load(r + seq * r_row + cr).to(tl.float32) + tl.load(dt_bias + cr).to(tl.float32)
-    rate = tl.exp(tl.load(A_log + head).to(tl.float32))
-    if LOWER_BOUND is None:
-        g = -rate * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))  # softplus
-    else:
-        g = LOWER_BOUND * tl.sigmoid(rate * z)
-    decay, _ = tl.split(tl.exp(g))
-    qk = _conv_silu(x0, x1, x2, x3, weight, cqk)
-    q, k = tl.split(qk * tl.rsqrt(tl.sum(qk * qk, axis=0) + 1e-6)[None, :])
-    beta = tl.sigmoid(tl.load(b + seq * b_row + head).to(tl.float32))
-
-    o = tl.zeros([D // BV, BV], tl.float32)
-    for tile in tl.static_range(D // BV):
-        if tile + 1 < D // BV:
-            following = tl.load(read + (tile + 1) * BV, mask=live, other=0.0)
-        c = cv + tile * BV
-        y0, y1, y2 = _window(before, conv_row, c, live)
-        y3 = tl.load(qkv + seq * qkv_row + c)
-        v = _conv_silu(y0, y1, y2, y3, weight, c)
-        state *= decay[:, None]
-        u = beta * (v - tl.sum(state * k[:, None], axis=0))
-        state += k[:, None] * u[None, :]
-        o = tl.where((tiles == tile)[:, None], tl.sum(state * q[:, None], axis=0)[None, :], o)
-        tl.debug_barrier()  # where dst is src, no thread may still be reading what another overwrites
-        tl.store(write + tile * BV, state)
-        _keep(after, conv_row, c, y1, y2, y3)
-        if tile + 1 < D // BV:
-            state = following
-    _keep(after, conv_row, cqk, x1, x2, x3)
-    gate = tl.load(gate + seq * gate_row + head * D + ik)
-    y = _gated_norm(tl.reshape(o, [D]) * D**-0.5, tl.load(o_norm + ik), gate, eps, D)
-    tl.store(out, y.to(out.dtype.element_ty))
-
-
-@triton.jit
 def _norm(o, gate, out, o_norm, gate_row, eps, H: tl.constexpr, D: tl.constexpr):
     """The norm and gate that `_step` leaves where it cuts heads into tiles: program (head, row)."""
     head, row, v = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, D)
     at = (row * H + head) * D + v
     y = _gated_norm(tl.load(o + at), tl.load(o_norm + v), tl.load(gate + row * gate_row + head * D + v), eps, D)
     tl.store(out + at, y.to(out.dtype.element_ty))
-
-
-DECODE = {32: (32, 1), 64: (32, 2), 128: (32, 4)}  # head dim -> value channels of a tile, warps
 
 
 def config(d, heads, output_only):
@@ -253,16 +191,8 @@ def no_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
 
 
 @kernels.implement("kda_decode", "triton", no_decode)
-def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past, tile=None):
-    B, (h, d) = len(past), S.shape[1:3]
-    out = torch.empty(B, h * d, dtype=gate.dtype, device=gate.device)
-    width, warps = tile or DECODE[d]
-    strides = [x.stride(0) for x in (qkv, gate, r, b, S, conv)] + [conv.stride(1), src.stride(0), dst.stride(0)]
-    _decode[h, B](
-        qkv, gate, r, b, out, w.conv, w.A_log, w.dt_bias, w.o_norm, S, conv, src, dst, past, w.eps, *strides,
-        H=h, D=d, BV=width, LOWER_BOUND=w.lower_bound or None, num_warps=warps,
-    )  # fmt: skip
-    return out
+def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
+    return launch(qkv, gate, r, b, w, S, conv, src, dst, past, None, 1)
 
 
 def no_verify(qkv, gate, r, b, w, S, conv, src, past, T):

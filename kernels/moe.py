@@ -5,19 +5,19 @@ matrix-vector products, bound by the bytes of the experts: every 16-byte load is
 floats in registers (`_group_dots`). Many tokens: moe_grouped.py.
 """
 
-import importlib.util
 
 import torch
 import triton
 import triton.language as tl
 
 import kernels
+from kernels.moe_grouped import combine, experts_grouped
 
 MASKS = 0x80808080 - 2**32, 0x8E008E00 - 2**32  # of 4 bytes, of 2 float16: see `_halves`
 FEW = 64  # up to so many tokens the products with one weight are bound by its bytes
 ALONE = 16  # up to so many tokens each choice reads its expert by itself; tokens of more share it
 W13_TILE = dict(BLOCK_R=8, BLOCK_G=16, num_warps=1)
-W2_TILE = dict(BLOCK_R=2, BLOCK_G=32, num_warps=1)
+W2_TILE = dict(BLOCK_R=8, BLOCK_G=16, num_warps=1)
 
 
 # ---------------------------------------------------------------- the input projection
@@ -271,29 +271,26 @@ def _w13_kernel(
 @triton.jit
 def _w2_kernel(
     act, ids, weights, packed, scale, y, L, signs, floats,
-    INNER: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
+    INNER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_R outputs of one token, summed over its choices in their order. act [N k, 8, I/8]."""
+    """One program: BLOCK_R outputs of one (token, choice), weighted. act [N k, 8, I/8], y [N k, L], float32."""
     WORDS: tl.constexpr = INNER // 8
-    token = tl.program_id(0).to(tl.int64)
+    choice = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = (tl.load(ids + choice) * L + r)[:, None]
+    act += choice * INNER
     acc = tl.zeros([BLOCK_R, BLOCK_G], tl.float32)
-    for k in range(K):
-        choice = token * K + k
-        row = (tl.load(ids + choice) * L + r)[:, None]
-        weight = tl.load(weights + choice) * 16384
-        for start in tl.static_range(0, INNER // 32, BLOCK_G):
-            g, m = start + tl.arange(0, BLOCK_G), start * 4 + tl.arange(0, BLOCK_G * 4)
-            words = tl.load(packed + row * WORDS + m, mask=(r < L)[:, None] & (m < WORDS), other=0)
-            s = tl.load(scale + row * (INNER // 32) + g, mask=(r < L)[:, None] & (g < INNER // 32), other=0)
-            p = tl.zeros([BLOCK_R, BLOCK_G * 4], tl.float32)
-            for j in tl.static_range(4):
-                low, high = _halves(words, signs, floats, j)
-                inputs = act + choice * INNER + m
-                p += low * tl.load(inputs + j * WORDS, mask=m < WORDS, other=0)
-                p += high * tl.load(inputs + (j + 4) * WORDS, mask=m < WORDS, other=0)
-            acc += _by_group(p, s, BLOCK_R, BLOCK_G) * weight
-    tl.store(y + token * L + r, tl.sum(acc, 1), mask=r < L)
+    for start in range(0, INNER // 32, BLOCK_G):
+        g, m = start + tl.arange(0, BLOCK_G), start * 4 + tl.arange(0, BLOCK_G * 4)
+        words = tl.load(packed + row * WORDS + m, mask=(r < L)[:, None] & (m < WORDS), other=0)
+        s = tl.load(scale + row * (INNER // 32) + g, mask=(r < L)[:, None] & (g < INNER // 32), other=0)
+        p = tl.zeros([BLOCK_R, BLOCK_G * 4], tl.float32)
+        for j in tl.static_range(4):
+            low, high = _halves(words, signs, floats, j)
+            p += low * tl.load(act + j * WORDS + m, mask=m < WORDS, other=0)
+            p += high * tl.load(act + (j + 4) * WORDS + m, mask=m < WORDS, other=0)
+        acc += _by_group(p, s, BLOCK_R, BLOCK_G)
+    tl.store(y + choice * L + r, tl.sum(acc, 1) * (tl.load(weights + choice) * 16384), mask=r < L)
 
 
 def _experts_why_not(z, ids, weights, experts, cfg):
@@ -305,27 +302,23 @@ def _experts_why_not(z, ids, weights, experts, cfg):
 @kernels.implement("experts", "triton", _experts_why_not)
 def routed_experts(z, ids, weights, experts, cfg):
     """z [N, L], ids [N, k] int64, weights [N, k] float32 -> sum over the k chosen experts, [N, L] in z's dtype."""
-    if len(z) > ALONE and importlib.util.find_spec("kernels.moe_grouped"):
-        from kernels.moe_grouped import experts_grouped
-
-        return experts_grouped(z, ids, weights, experts, cfg)
-    return experts_of_few(z, ids, weights, experts, cfg)
+    return (experts_of_few if len(z) <= ALONE else experts_grouped)(z, ids, weights, experts, cfg)
 
 
 def experts_of_few(z, ids, weights, experts, cfg, w13_tile=None, w2_tile=None):
     """The same, each choice reading its expert by itself: activations of all choices, then their weighted sum."""
     (N, L), K, inner = z.shape, ids.shape[1], experts.inner
     eighths = z.new_empty(N, 8, L // 8, dtype=torch.float32).copy_(z.unflatten(-1, (-1, 8)).mT)
-    act, y = z.new_empty(N * K, inner, dtype=torch.float32), torch.empty_like(z, memory_format=torch.contiguous_format)
-    ids, weights = ids.contiguous(), weights.contiguous()
+    act, each = (z.new_empty(N * K, width, dtype=torch.float32) for width in (inner, L))
+    ids, weights, y = ids.contiguous(), weights.contiguous(), z.new_empty(N, L)
     tile = w13_tile or W13_TILE
     _w13_kernel[N * K, triton.cdiv(inner, tile["BLOCK_R"])](
         eighths, ids, experts.w13_packed.view(torch.int32), experts.w13_scale, act, inner, K,
         cfg.activation_situ_beta, cfg.activation_situ_linear_beta, *MASKS, L=L, SITU=cfg.hidden_act == "situ", **tile,
     )  # fmt: skip
     tile = w2_tile or W2_TILE
-    _w2_kernel[N, triton.cdiv(L, tile["BLOCK_R"])](
-        act, ids, weights, experts.w2_packed.view(torch.int32), experts.w2_scale, y, L, *MASKS,
-        INNER=inner, K=K, **tile,
-    )  # fmt: skip
+    _w2_kernel[N * K, triton.cdiv(L, tile["BLOCK_R"])](
+        act, ids, weights, experts.w2_packed.view(torch.int32), experts.w2_scale, each, L, *MASKS, INNER=inner, **tile
+    )
+    combine(each, None, y)
     return y

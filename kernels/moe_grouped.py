@@ -33,7 +33,7 @@ def config(rows, experts, fp8, dtype=torch.bfloat16):
         return dict(TT=16, T=1, OUT=64, BK=128, num_warps=4, num_stages=2)
     mean = rows / experts
     if mean <= 8:
-        return dict(TT=16, T=1, OUT=128, BK=128, num_warps=4, num_stages=5)
+        return dict(TT=16, T=1, OUT=128, BK=128 if mean <= 2 else 256, num_warps=4, num_stages=3)
     if mean <= 24:
         return dict(TT=32, T=1, OUT=128, BK=128, num_warps=4, num_stages=4)
     if mean <= 48:
@@ -222,7 +222,7 @@ def _tile(x_ptr, x_scale_ptr, w_at, s_at, largest, row0, end, out, order_ptr, y_
                 linear, SITU, ACT, FP8, NEXT)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NUM", "CHOICES"])
 def _grouped_kernel(x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, order_ptr, start_ptr, tile_ptr, first_ptr, beta, linear,
                     NUM, CHOICES, ROWS, stride, K: tl.constexpr, PADDED: tl.constexpr, ACT: tl.constexpr,
                     SITU: tl.constexpr, FP8: tl.constexpr, NEXT: tl.constexpr, TT: tl.constexpr, T: tl.constexpr,
@@ -280,8 +280,17 @@ def _combine_kernel(y_ptr, weight_ptr, out_ptr, WIDTH, CHOICES: tl.constexpr, SI
     acc = tl.zeros((SIZE,), tl.float32)
     for c in tl.static_range(CHOICES):
         y = tl.load(y_ptr + (token * CHOICES + c) * WIDTH + column, column < WIDTH, other=0.0)
-        acc += y.to(tl.float32) * tl.load(weight_ptr + token * CHOICES + c).to(tl.float32)
+        y = y.to(tl.float32)
+        if weight_ptr is not None:
+            y *= tl.load(weight_ptr + token * CHOICES + c).to(tl.float32)
+        acc += y
     tl.store(out_ptr + token * WIDTH + column, acc.to(out_ptr.dtype.element_ty), column < WIDTH)
+
+
+def combine(y, weights, out):
+    """y [N k, L], the choices' outputs; weights [N, k], or None where y is weighted -> out [N, L]: their sum."""
+    (N, L), k = out.shape, len(y) // len(out)
+    _combine_kernel[N, triton.cdiv(L, 1024)](y, None if weights is None else weights.contiguous(), out, L, k, 1024)
 
 
 def _planes(x, planes, fp8):
@@ -330,7 +339,7 @@ def _grouped(z, ids, weights, experts, cfg, fp8, settings=None):
     act, scale = _planes(act, 1, True) if fp8 else (act, scale)  # already plane by plane
     gemm(act, scale, "w2", y, inner, False)
     out = torch.empty_like(z, memory_format=torch.contiguous_format)
-    _combine_kernel[(N, triton.cdiv(L, 1024))](y, weights.contiguous(), out, L, k, 1024)
+    combine(y, weights, out)
     return out
 
 

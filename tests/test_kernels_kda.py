@@ -92,7 +92,7 @@ def problem(
             S[src[i]], conv[src[i]] = 0.3 * random(h, d, d).to(DEVICE), random(3, 3 * hd).to(DEVICE, dtype)
     src, dst = (torch.stack([x, x], dim=1).to(DEVICE) for x in (src, dst))  # two groups of layers, as Batch gives them
     past = torch.tensor(past, dtype=torch.int32, device=DEVICE)
-    part = Part(slice(0, N), list(lengths), follows, N, 128, past, None, src, dst)
+    part = Part(slice(0, N), list(lengths), past.tolist(), follows, N, 128, past, None, src, dst)
     qkv, gates, _, b = rows.to(DEVICE, dtype).split([3 * hd, hd, d, h], dim=1)
     return qkv, gates, r.to(DEVICE, dtype), b, w, S, conv, src[:, 0], dst[:, 1], part
 
@@ -207,14 +207,14 @@ def test_why_not(change):
 SIGNATURE = dict(
     A_log="*fp32", dt_bias="*fp32", conv_weight="*fp32", src="*i64", dst="*i64", past="*i32", table="*i32",
     chains="*i32", pairs="*fp32", decay="*fp32", o_norm="*fp32", S="*fp32", states="*fp32",
-    n_chains="i32", lower_bound="fp32", groups="i32", eps="fp32", N="i32",
+    n_chains="i32", lower_bound="fp32", groups="i32", length="i32", eps="fp32", N="i32",
 )  # fmt: skip
 
 
 def compile_kernel(kernel, dtype, launch, **constants):
     signature = {name: SIGNATURE.get(name, f"*{dtype}") for name in kernel.arg_names}
     sizes = dict(ROW=49376, R_ROW=12288, B_ROW=49376, GATE_ROW=49376, SRC=3, DST=3, PAGE=2**20, CONV=2**21, TAP=36864)
-    constants = sizes | dict(HEADS=96, D=128, LENGTH=16, ROWS=32) | constants
+    constants = sizes | dict(HEADS=96, D=128, ROWS=32) | constants
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
     signature = {k: v for k, v in signature.items() if k not in constants}
     options = {k: v for k, v in launch.items() if k != "STAGES"}

@@ -272,13 +272,9 @@ def test_compiles(use):
     )
     absent = {"decode": ["accepted"], "verify": ["accepted", "dst"], "commit": ["out"]}[use]
     types = {name: type for name, type in types.items() if name not in absent}
-    constants = dict(H=96, D=128, LOWER_BOUND=-5.0)
-    if use == "decode":
-        width, warps = kda_step.DECODE[128]
-        compile_for_all(kda_step._decode, types, constants | dict(BV=width), num_warps=warps)
-        return
     width, warps = kda_step.config(128, 96, use == "verify")
-    compile_for_all(kda_step._step, types, constants | dict(BV=width, T=4) | dict.fromkeys(absent), num_warps=warps)
+    constants = dict(H=96, D=128, BV=width, LOWER_BOUND=-5.0, T=1 if use == "decode" else 4)
+    compile_for_all(kda_step._step, types, constants | dict.fromkeys(absent), num_warps=warps)
     types = dict(o=wide, gate=x, out=x, o_norm=wide, gate_row="i32", eps="fp32")
     compile_for_all(kda_step._norm, types, dict(H=96, D=128), num_warps=1)
 
