@@ -16,8 +16,8 @@ from kernels.moe_grouped import combine, experts_grouped
 MASKS = 0x80808080 - 2**32, 0x8E008E00 - 2**32  # of 4 bytes, of 2 float16: see `_halves`
 FEW = 64  # up to so many tokens the products with one weight are bound by its bytes
 ALONE = 16  # up to so many tokens each choice reads its expert by itself; tokens of more share it
-W13_TILE = dict(BLOCK_R=8, BLOCK_G=16, num_warps=1)
-W2_TILE = dict(BLOCK_R=8, BLOCK_G=16, num_warps=1)
+W13_TILE = dict(BLOCK_R=16, BLOCK_G=16, num_warps=4)
+W2_TILE = dict(BLOCK_R=16, BLOCK_G=16, num_warps=4)
 
 
 # ---------------------------------------------------------------- the input projection

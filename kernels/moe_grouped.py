@@ -32,8 +32,12 @@ def config(rows, experts, fp8, dtype=torch.bfloat16):
     if dtype == torch.float32 and not fp8:  # no tensor cores: small tiles, for correctness only
         return dict(TT=16, T=1, OUT=64, BK=128, num_warps=4, num_stages=2)
     mean = rows / experts
-    if mean <= 8:
-        return dict(TT=16, T=1, OUT=128, BK=128 if mean <= 2 else 256, num_warps=4, num_stages=3)
+    if mean <= 2:
+        return dict(TT=16, T=1, OUT=128, BK=128, num_warps=4, num_stages=3, maxnreg=128)  # 4 programs an SM
+    if mean <= 6:
+        return dict(TT=16, T=1, OUT=128, BK=256, num_warps=4, num_stages=3)
+    if mean <= 12:
+        return dict(TT=16, T=2, OUT=64, BK=128, num_warps=4, num_stages=3)
     if mean <= 24:
         return dict(TT=32, T=1, OUT=128, BK=128, num_warps=4, num_stages=4)
     if mean <= 48:

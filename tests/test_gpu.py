@@ -39,7 +39,7 @@ def test_prefixes_move_to_pinned_memory_and_back_while_the_loop_goes_on():
     model = on_gpu("micro")
     texts = [np.random.default_rng(i).integers(3, 257, 200).tolist() for i in range(12)]
     want = [o.token_ids for o in Engine(model, num_pages=200, prefix_cache=False).generate(texts, GREEDY)]
-    engine = Engine(model, num_pages=14, host_pages=120, snapshots=Snapshots(every=64), max_batch=3)
+    engine = Engine(model, num_pages=14, host_pages=300, snapshots=Snapshots(every=64), max_batch=3)
     assert engine.cache.host.memory.is_pinned()
     for _ in range(3):
         outs = engine.generate(texts, GREEDY)
