@@ -207,8 +207,8 @@ class Part:
         return self._upload(np.cumsum([0, *self.lengths]))
 
     def chunks(self, size):
-        """The sequences cut into chunks of at most `size` rows -> table [C, 4] int32 (first row, rows, sequence, whether
-        it is its last), chains [n + 1] int32: the first chunk of each text; pieces that follow each other are one text.
+        """The sequences cut into chunks of at most `size` rows -> table [C, 4] int32 (first row, rows, sequence, if it
+        is its last), chains [n + 1] int32: the first chunk of each text, which may be several pieces.
         """
         if size not in self._chunks:
             table, chains, row = [], [], 0

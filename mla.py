@@ -51,8 +51,8 @@ def absorb_value(o, W_kvb, v):
 
 
 def gather_rows(stored, part, first, last, T, scale, dtype):
-    """The rows that sequences first..last of a part attend to, as stored: [B, L, r+p]; and what each of their T new tokens
-    sees, [B, T, L] bool. Beyond a sequence's end stands its own first row: no other's row is ever read.
+    """The rows that sequences first..last of a part attend to, as stored: [B, L, r+p]; and what each of their T new
+    tokens sees, [B, T, L] bool. Beyond a sequence's end stands its own first row: no other's row is ever read.
     """
     past, P = part.past[first:last], part.page_size
     position = torch.arange(part.longest, device=past.device)
@@ -89,8 +89,8 @@ def mla_absorbed(q, rows, W_kvb, mask, scale):
 def latent_write(kv, norm, eps, stored, slots, scale):
     """kv [N, r+p], raw: norm [r] is applied to its first r values, and the row goes to stored[slots[i]].
 
-    stored [slots, r+p]: one slab; slots [N] int64, below 0: of padding, not written; scale [r+p]: what a row is divided by
-    in an FP8 slab, whose values saturate, else None.
+    stored [slots, r+p]: one slab; slots [N] int64, below 0: of padding, not written; scale [r+p]: what a row is divided
+    by in an FP8 slab, whose values saturate, else None.
     """
     c, k_pe = kv.split([len(norm), kv.shape[-1] - len(norm)], dim=-1)
     rows = torch.cat([rms_norm(c, norm, eps), k_pe], dim=-1)
@@ -105,9 +105,9 @@ def latent_write(kv, norm, eps, stored, slots, scale):
 def mla_decode(q, stored, rank, part, scale, row_scale):
     """Absorbed attention of T new tokens (the last of their sequences) over the latent rows in the pool.
 
-    q [B, T, h, r+p]: absorbed queries; stored [slots, r+p]: one slab; part: past, table; scale: of the scores; row_scale
-    [r+p]: of FP8 rows, else None -> o [B, T, h, r], log-sum-exp of the scores [B, T, h] float32. In a sequence without
-    pages (padding, table below 0) both are anything.
+    q [B, T, h, r+p]: absorbed queries; stored [slots, r+p]: one slab; part: past, table; scale: of the scores;
+    row_scale [r+p]: of FP8 rows, else None -> o [B, T, h, r], log-sum-exp of the scores [B, T, h] float32. In a
+    sequence without pages (padding, table below 0) both are anything.
     """
     rows, mask = gather_rows(stored, part, 0, len(q), q.shape[1], row_scale, q.dtype)
     return attend_rows(q, rows, mask, rank, scale)
@@ -119,7 +119,7 @@ def mla_prefill(q, W_kvb, stored, part, scale, row_scale):
 
     q [N, h, n+p]; W_kvb [h, n+v, r]; the rest as in `mla_decode` -> [N, h, v].
     """
-    r, p = W_kvb.shape[-1], stored.shape[-1] - W_kvb.shape[-1]
+    p = stored.shape[-1] - W_kvb.shape[-1]
     v = W_kvb.shape[1] - (q.shape[-1] - p)
     out = q.new_empty(*q.shape[:2], v)
     for first, last, T, rows in part.runs:

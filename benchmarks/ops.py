@@ -335,7 +335,7 @@ def ops(args):
     """Each kernel at the sizes of K3 in bf16: median time, the floor from bytes and FLOPs, and a peer in the same run.
 
     Times are of CUDA graphs, with inputs rotated past the L2. The floor is the larger of bytes over the card's measured
-    copy bandwidth and FLOPs over its measured bf16 matrix rate; of_floor is the time over it. --only runs the ops named.
+    copy bandwidth and FLOPs over its measured bf16 matrix rate; of_floor is the time over it. --only: the ops named.
     """
     torch.manual_seed(args.seed)
     rows = []

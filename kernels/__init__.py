@@ -15,7 +15,6 @@ Where autograd records, auto is PyTorch.
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 import os
 from collections import Counter
@@ -23,9 +22,9 @@ from collections import Counter
 import torch
 
 FILES = ("attnres", "dense", "kda", "kda_step", "mla", "mla_prefill", "moe", "moe_grouped")
-PREFERENCE = ("triton", "cublas", "cudnn", "fla", "torch")  # what auto tries, in order; others run only by name
+PREFERENCE = ("triton", "splitk", "cublas", "cudnn", "torch")  # what auto tries, in order; others run only by name
 counts = Counter()  # (op, backend) -> calls
-_ops = {}  # op -> {backend: (function, why_not)}
+_ops = {}  # op -> {backend: (function, why_not, slower)}
 _stack = []  # what `use` has put on: op, or "*" for all -> backend or function
 
 
@@ -34,7 +33,7 @@ def op(name):
 
     def declare(torch_path):
         implementations = _ops.setdefault(name, {})
-        implementations["torch"] = torch_path, None
+        implementations["torch"] = torch_path, None, None
 
         @functools.wraps(torch_path)
         def call(*args, **kwargs):
@@ -48,14 +47,14 @@ def op(name):
     return declare
 
 
-def implement(name, backend, why_not=None):
+def implement(name, backend, why_not=None, slower=None):
     """Declares the decorated function as `backend` of the op `name`, called like its PyTorch path.
 
-    why_not(*args, **kwargs) -> None where it can run, else the reason in a few words.
+    why_not(*args) -> None where it can run, else the reason in a few words; slower(*args): whether auto passes it by.
     """
 
     def declare(function):
-        _ops.setdefault(name, {})[backend] = function, why_not
+        _ops.setdefault(name, {})[backend] = function, why_not, slower
         return function
 
     return declare
@@ -95,14 +94,14 @@ def interpreted():
 
 @functools.cache
 def load():
-    """Imports the files of this folder; without Triton there is PyTorch alone."""
+    """Imports the files of this folder, where there is Triton."""
     if importlib.util.find_spec("triton") is not None:
         for file in FILES:
             importlib.import_module(f"kernels.{file}")
 
 
 def _layers():
-    return [_parse(os.environ["K3_KERNELS"]), *_stack] if "K3_KERNELS" in os.environ else _stack
+    return [_parse(os.environ.get("K3_KERNELS")), *_stack]
 
 
 def _known(name, backend):
@@ -120,22 +119,22 @@ def _known(name, backend):
 
 def _choose(name, implementations, args, kwargs):
     """-> the label that is counted, the function."""
-    named = [layer[name] for layer in _layers() if name in layer]  # stronger than a choice for all
-    wanted = (["auto"] + [layer["*"] for layer in _layers() if layer.get("*") in implementations] + named)[-1]
+    wanted = ["auto"] + [layer["*"] for layer in _layers() if layer.get("*") in implementations]
+    wanted = (wanted + [layer[name] for layer in _layers() if name in layer])[-1]  # a choice for one op is stronger
     if callable(wanted):
         return getattr(wanted, "__name__", "custom"), wanted
     if wanted != "auto":
-        function, why_not = implementations[wanted]
+        function, why_not, _ = implementations[wanted]
         reason = _why_not(why_not, args, kwargs)
         if reason is not None:
             raise ValueError(f"kernels: {name}={wanted} cannot run here: {reason}; choose auto or torch")
         return wanted, function
     x = args[0] if isinstance(args[0], torch.Tensor) else next(t for t in args[0] if t is not None)
-    if x.is_cuda:
+    for backend in PREFERENCE if x.is_cuda else ():
         load()
-        for backend in PREFERENCE:
-            if backend in implementations and _why_not(implementations[backend][1], args, kwargs) is None:
-                return backend, implementations[backend][0]
+        function, why_not, slower = implementations.get(backend, (None, None, None))
+        if function and not (slower and slower(*args, **kwargs)) and _why_not(why_not, args, kwargs) is None:
+            return backend, function
     return "torch", implementations["torch"][0]
 
 

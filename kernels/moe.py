@@ -5,7 +5,6 @@ matrix-vector products, bound by the bytes of the experts: every 16-byte load is
 floats in registers (`_group_dots`). Many tokens: moe_grouped.py.
 """
 
-
 import torch
 import triton
 import triton.language as tl

@@ -18,7 +18,7 @@ compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no c
 
 
 def run_interpreted(file):
-    """Runs the tests of `file` that are marked `interpreted` in a process whose Triton interprets. Called by one test."""
+    """Runs the tests of `file` that are marked `interpreted`, in a process whose Triton interprets."""
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     root = Path(file).parent.parent
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(file)]

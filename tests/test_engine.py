@@ -786,7 +786,8 @@ def test_stats_count_what_ran():
     stats = eng.stats
     cfg = eng.cfg
     kda, mla, moe = len(cfg.kda_layers), len(cfg.mla_layers), sum(map(cfg.is_moe, range(cfg.num_hidden_layers)))
-    calls = {"attnres": 2 * 9 * 5, "experts": moe * 5, "router": moe * 5}
+    calls = {"attnres": (2 * 9 + 1) * 5, "experts": moe * 5, "router": moe * 5, "moe_in": moe * 5, "gated_act": 9 * 5}
+    calls |= {"linear": ((kda + mla) * 3 + 9 * 2 + 1) * 5, "rms_norm": (mla + moe + 1) * 5}
     calls |= {"kda_prefill": kda, "kda_decode": kda * 4, "mla_prefill": mla, "mla_decode": mla * 4}
     calls |= {"latent_write": mla * 5}
     assert stats["backends"] == {op: f"torch x{n}" for op, n in calls.items()}

@@ -12,6 +12,7 @@ from engine import Engine, SamplingParams
 
 ROOT = Path(__file__).parent.parent
 ran = []
+kernels.load()  # before anything here pretends
 
 
 @kernels.op("double")
@@ -28,7 +29,7 @@ def double_triton(x):
 
 @pytest.fixture(autouse=True)
 def a_machine_whose_interpreter_is_on(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(kernels, "interpreted", lambda: True)
     monkeypatch.delenv("K3_KERNELS", raising=False)
     ran.clear()
 
@@ -87,7 +88,7 @@ def test_a_backend_that_cannot_run_is_an_error(spec, monkeypatch):
             double(torch.ones(3))
         with pytest.raises(ValueError, match="autograd"):
             double(torch.ones(2, requires_grad=True))
-        monkeypatch.setenv("TRITON_INTERPRET", "0")
+        monkeypatch.setattr(kernels, "interpreted", lambda: False)
         with pytest.raises(ValueError, match="on the CPU"):
             double(torch.ones(2))
     assert not ran
@@ -116,7 +117,7 @@ def test_names_are_checked(spec, says, monkeypatch):
 
 
 def test_triton_needs_a_gpu(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(kernels, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="cannot run here: there is no GPU"), kernels.use("triton"):
         pass

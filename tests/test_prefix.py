@@ -11,7 +11,7 @@ from helpers import CASES, case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cache import PrefixCache
+from cache import HostTier, PrefixCache
 from engine import Engine, SamplingParams, Snapshots
 from mla import latent_write
 
@@ -427,3 +427,43 @@ def test_the_tree_is_small():
         cache.insert(tokens, pages, state, torch.zeros(96))
     size = sum(sys.getsizeof(n) + n.tokens.nbytes + n.pages.nbytes + 1000 for n in cache.nodes)
     assert size < 0.01 * pool.page_bytes * pool.num_pages
+
+
+# ---------------------------------------------------------------- copies that take their time
+
+
+@pytest.mark.parametrize("polls", [0, 1, 7, 40])
+@pytest.mark.parametrize("pages, chunk", [(14, 512), (14, 64), (20, 512)])
+def test_restores_that_take_many_steps(monkeypatch, polls, pages, chunk):
+    """As on a GPU, where they run beside the loop: nothing is read before it has come, and nobody waits for ever."""
+    stream, copy = [], HostTier.copy  # what is queued, in order
+
+    def later(self, source, target, to_host):
+        stream.append(lambda: copy(self, source, target, to_host))
+        if to_host:  # the main stream waits for these, and so for all before them
+            synchronize()
+
+    def synchronize():
+        while stream:
+            stream.pop(0)()
+
+    class Event:
+        """Due only when it has been asked for some times."""
+
+        left = polls
+
+        def query(self):
+            self.left -= 1
+            if self.left < 0:
+                synchronize()
+            return self.left < 0
+
+    monkeypatch.setattr(HostTier, "copy", later)
+    monkeypatch.setattr(HostTier, "event", lambda self: Event())
+    options = dict(num_pages=pages, host_pages=300, snapshots=Snapshots(every=64), max_batch=3, prefill_chunk=chunk)
+    engine, texts = Engine(case("micro")[0], **options), [text(i, 150) for i in range(6)]
+    for _ in range(3):
+        outs = engine.generate(texts, greedy(8))
+        assert [o.token_ids for o in outs] == [alone("micro", tuple(t), 8) for t in texts]
+    assert all(o.cached_tokens == 150 for o in outs) and engine.stats["restored"] > 5
+    audit(engine)
