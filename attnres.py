@@ -28,6 +28,11 @@ def wide_dtype():
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
+def join(parts):
+    """The rows of a batch from those of its parts; a lone part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def no_autocast(x):
     """A context in which matrix products keep the dtype of their inputs (training runs under bf16 autocast)."""
     return torch.autocast(x.device.type, enabled=False)

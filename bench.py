@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import ops, slice, timing
+from benchmarks import ops, step, timing
 from benchmarks.report import about
 from benchmarks.serving import agent, host, plot_agent
 from engine import TINY
@@ -58,7 +58,7 @@ def _arguments():
     c.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: the GPU where there is one)")
     c.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on a CPU")
 
-    for c in (command(ops.ops, ops.plot, "kernels"), command(slice.step)):
+    for c in (command(ops.ops, ops.plot, "kernels"), command(step.step)):
         c.set_defaults(gpu=True)
     commands.choices["kernels"].add_argument("--only", metavar="OPS", help="ops to measure, by commas (default: all)")
 
@@ -82,7 +82,7 @@ def everything(args):
     _write(folder / "kernels.json", args, rows)
     ops.plot(plt, rows, args.card).savefig(args.plot, dpi=150)
     torch.cuda.empty_cache()
-    _write(folder / "step.json", args, slice.step(args))
+    _write(folder / "step.json", args, step.step(args))
     args.json = args.plot = None
     return rows
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from attnres import Linear, RMSNorm, no_autocast, rms_norm, wide, wide_dtype
+from attnres import Linear, RMSNorm, join, no_autocast, rms_norm, wide, wide_dtype
 
 CHUNK, BLOCK = 64, 16
 
@@ -251,15 +251,15 @@ class KDA(nn.Module):
             rows = (t.unflatten(0, (batch.B, batch.T)) for t in (qkv, r, b))
             o, _, _ = kda_mix(*rows, w, *self.zero_state(batch.B, qkv))
             return self.o_proj(gated_norm(o.flatten(0, 1), gate, w).to(x.dtype))
-        o = torch.empty_like(gate)
+        out = []
         for part in batch.parts:
             S, conv, src, dst = batch.state(self.index, part)
             rows = (t[part.rows] for t in (qkv, gate, r, b))
             if part.decode:
-                o[part.rows] = kda_decode(*rows, w, S, conv, src, dst, part.past)
+                out.append(kda_decode(*rows, w, S, conv, src, dst, part.past))
             else:
-                o[part.rows] = kda_prefill(*rows, w, S, conv, src, dst, part)
-        return self.o_proj(o)
+                out.append(kda_prefill(*rows, w, S, conv, src, dst, part))
+        return self.o_proj(join(out))
 
     def weights(self):
         lower = self.lower_bound

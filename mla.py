@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from attnres import Linear, RMSNorm, rms_norm, wide
+from attnres import Linear, RMSNorm, join, rms_norm, wide
 from cache import FP8, FP8_MAX
 
 ABSORB = 16  # up to this many queries a sequence use the absorbed form
@@ -179,16 +179,16 @@ class MLA(nn.Module):
         stored = batch.pool.rows(self.index)
         row_scale = self.row_scale(kv) if stored.dtype == FP8 else None
         latent_write(kv, self.kv_a_layernorm.weight, LATENT_EPS, stored, batch.slots, row_scale)
-        out = q.new_empty(*q.shape[:2], self.v_dim)
+        out = []
         for part in batch.parts:
             T = part.lengths[0]
             if T <= ABSORB and len(part.runs) == 1:  # each brings T tokens: one, or one and its drafts
                 absorbed = absorb_query(q[part.rows].unflatten(0, (-1, T)), W_kvb, self.pe)
                 o, _ = mla_decode(absorbed, stored, self.rank, part, scale, row_scale)
-                out[part.rows] = absorb_value(o, W_kvb, self.v_dim).flatten(0, 1)
+                out.append(absorb_value(o, W_kvb, self.v_dim).flatten(0, 1))
             else:
-                out[part.rows] = mla_prefill(q[part.rows], W_kvb, stored, part, scale, row_scale)
-        return out
+                out.append(mla_prefill(q[part.rows], W_kvb, stored, part, scale, row_scale))
+        return join(out)
 
     def row_scale(self, rows):
         """What a row is divided by before it is stored in FP8, [r + p]: one number a part."""

@@ -32,6 +32,12 @@ class Graph:
         length = B * sum(self.sizes.values())
         self.host = torch.empty(length, dtype=torch.int64, pin_memory=True)
         self.inputs = torch.empty(length, dtype=torch.int64, device=pool.slabs.device)
+        self.copied = torch.cuda.Event()
+        self.rows = {name: part.numpy() for name, part in self.views(self.host).items()}
+        for name in FILTERS:
+            self.rows[name] = self.rows[name].view(np.float64)
+        for name, shape in (("src", (-1, B)), ("dst", (-1, B)), ("table", (B, W))):
+            self.rows[name] = self.rows[name].reshape(shape)
         self.fill([], np.empty(0, dtype=np.int64), [])
         x = self.views(self.inputs)
         filters = {name: x[name].view(torch.float64) for name in FILTERS}
@@ -67,20 +73,20 @@ class Graph:
 
     def fill(self, chunks, ids, filters):
         """Writes what a step reads, and padding, into the input buffer: one copy."""
-        x, n, P = {name: part.numpy() for name, part in self.views(self.host).items()}, len(chunks), self.pool.page_size
+        self.copied.synchronize()  # the host buffer may still be read
+        x, n, P = self.rows, len(chunks), self.pool.page_size
         for name, part in x.items():
-            part[:] = 0 if name in ("ids", "past") or name in FILTERS else -1
-        table, src, dst = (x[name].reshape(-1, self.B) for name in ("table", "src", "dst"))
-        table = x["table"].reshape(self.B, self.W)
+            part.fill(0 if name in ("ids", "past", *FILTERS) else -1)
         x["ids"][:n] = ids
         for i, c in enumerate(chunks):
-            x["past"][i], src[:, i], dst[:, i] = c.past, c.src, c.dst
             used = c.past // P + 1
-            table[i, :used] = c.pages[:used]
-            x["slots"][i] = c.pages[c.past // P] * P + c.past % P
+            x["past"][i], x["table"][i, :used] = c.past, c.pages[:used]
+            x["slots"][i] = c.pages[used - 1] * P + c.past % P
+            x["src"][: len(c.src), i], x["dst"][: len(c.dst), i] = c.src, c.dst
         for name, column in zip(FILTERS, zip(*filters)):
-            x[name].view(np.float64)[:n] = column
+            x[name][:n] = column
         self.inputs.copy_(self.host, non_blocking=True)
+        self.copied.record()
 
     def __call__(self, chunks, ids, filters):
         self.fill(chunks, ids, filters)

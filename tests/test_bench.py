@@ -143,9 +143,13 @@ def test_memory_of_the_tree_is_about_what_python_took():
         (["agent", "--model", "no-such-folder"], "no-such-folder"),
         (["agent", "--model", str(DATA / "micro"), "--turns", "99"], "fewer --turns"),
         (["host", "--json", "no-such-folder/x.json"], "no such folder"),
+        (["kernels", "--only", "linear"], "measures a GPU, and PyTorch sees none"),
+        (["step"], "measures a GPU, and PyTorch sees none"),
+        (["all"], "measures a GPU, and PyTorch sees none"),
     ],
 )
-def test_errors(args, says, capsys):
+def test_errors(args, says, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(args) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and says in error

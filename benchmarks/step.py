@@ -175,8 +175,12 @@ def step(args):
         rows.append(row | {"ms": events_ms(partial(runner.run, chunks, ids)), **dict.fromkeys(REST)})
     print_table(rows, ["step", "batch", "context", "experts_hit", "ms", "with_host_ms", "GB", "of_copy", "target"])
     chunks, ids = chunks_at(pool, batches[0], contexts[0]), np.zeros(batches[0], dtype=np.int64)
-    names = launches(lambda: runner.run(chunks, ids))
-    print(f"\nlaunches of a decode step of {batches[0]} in {cfg.num_hidden_layers} layers: {sum(names.values())}")
+    runner.decode(chunks, ids, [GREEDY] * batches[0])
+    (graph,) = runner.graphs.values()
+    names = launches(graph.graph.replay)
+    copies = sum(n for name, n in names.items() if "copy" in name.lower() or "memcpy" in name.lower())
+    total, layers = sum(names.values()), cfg.num_hidden_layers
+    print(f"\na decode step launches {total} kernels, {total / layers:.1f} a layer, {copies} of them copies:")
     for name, count in names.most_common():
         print(f"{count:5}  {name[:110]}")
     return rows
