@@ -22,13 +22,13 @@ import kernels
 CHUNK = 64  # tokens; the kernels cut it into 4 blocks of 16
 TAPS = 4
 SMS = 132  # the scan is cut into groups where it has far fewer programs than this
-PREPARE = dict(num_warps=8, num_stages=1)
+PREPARE = dict(num_warps=8, num_stages=1, FUSED=False)
 INVERSE = dict(num_warps=1)
-SCAN = dict(num_warps=8, STAGES=2)
+SCAN = dict(num_warps=4, STAGES=3)
 SCAN_WIDE = dict(num_warps=8, STAGES=1)  # float32
 # Products of float32 as six of bfloat16 parts: exact to 2^-24, on tensor cores. As FMAs ("ieee") they spill registers.
 WIDE_PRECISION = "ieee" if kernels.interpreted() else "bf16x6"
-SCAN_TILE = 128  # value channels per program of the scan; the output norm is a launch of its own if a head has more
+SCAN_TILE = 64  # value channels per program of the scan; the output norm is a launch of its own if a head has more
 
 
 @triton.jit
@@ -60,8 +60,8 @@ def _round(x, dtype: tl.constexpr):
 
 @triton.jit
 def _interleave(x0, x1, x2, x3, D: tl.constexpr):
-    """[16, D] each, rows 4 g + m of a chunk -> [64, D]: a thread holds neighbouring rows, which makes shifts cheap."""
-    return tl.reshape(tl.permute(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (0, 2, 3, 1)), [64, D])
+    """[8, D] each, rows 4 g + m of 32 tokens -> [32, D]: a thread holds neighbouring rows, which makes shifts cheap."""
+    return tl.reshape(tl.permute(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (0, 2, 3, 1)), [32, D])
 
 
 @triton.jit
@@ -73,11 +73,11 @@ def _input(x, page, at, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr,
 
 
 @triton.jit
-def _conv_silu(x, page, weight, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
-    """SiLU of the causal convolution of a chunk -> [64, D] float32; behind the text's end anything finite. x, page,
+def _conv_silu(x, page, weight, half, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
+    """SiLU of the causal convolution of half a chunk -> [32, D] float32; behind the text's end anything finite. x, page,
     weight: the chunk's first row, the page's and the taps of the head's first channel.
     """
-    g = 4 * tl.arange(0, 16)
+    g = 32 * half + 4 * tl.arange(0, 8)
     w = tl.reshape(tl.load(weight + tl.arange(0, 4 * D)).to(tl.float32), [D, 2, 2])
     even, odd = tl.split(w)
     w0, w2 = tl.split(even)
@@ -97,38 +97,52 @@ def _conv_silu(x, page, weight, rows, text, known, ROW: tl.constexpr, TAP: tl.co
 
 @triton.jit
 def _log_decay(r, bias, rate, lower_bound, at, rows, ROW: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr):
-    """The gates [16, D] of rows `at` of the chunk; 0 behind its end. r: the chunk's first row."""
+    """log2 of the gates [8, D] of rows `at` of the chunk; 0 behind its end. r: the chunk's first row."""
     real = (at < rows)[:, None]
     z = tl.load(r + at[:, None] * ROW + tl.arange(0, D), mask=real, other=0.0).to(tl.float32) + bias
     if GATE == "free":
         y = tl.exp(tl.minimum(z, 20.0))
         log1p = tl.where(y < 0.01, y * (1 - y * (0.5 - y * (1 / 3 - y / 4))), tl.log(1 + y))
-        g = -rate * tl.where(z > 20, z, log1p)
+        g = (-1.4426950408889634 * rate) * tl.where(z > 20, z, log1p)
     else:
-        g = lower_bound * tl.sigmoid(rate * z)
+        g = (1.4426950408889634 * lower_bound) * tl.sigmoid(rate * z)
     return tl.where(real, g, 0.0)
 
 
 @triton.jit
-def _sums(total, which):
-    """total [4, D], which [4, 4]: for each block a, the sum of the totals of the blocks b with which[a, b]."""
-    return tl.sum(tl.where(which[:, :, None], total[None, :, :], 0.0), 1)
+def _decays(r, bias, rate, lower_bound, half, rows, ROW: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr):
+    """log2 of the decays of half a chunk: G [2, 16, D], from the start of each block of 16 tokens to behind a token, or
+    in "bounded" from the middle between both; and the sums of the two blocks [D]. Sums are taken inside blocks, and of
+    whole blocks: a difference of two long sums would lose digits.
+    """
+    at, second = 32 * half + 4 * tl.arange(0, 8), tl.arange(0, 2)[:, None] == 1
+    g0 = _log_decay(r, bias, rate, lower_bound, at, rows, ROW, D, GATE)
+    g1 = g0 + _log_decay(r, bias, rate, lower_bound, at + 1, rows, ROW, D, GATE)
+    g2 = g1 + _log_decay(r, bias, rate, lower_bound, at + 2, rows, ROW, D, GATE)
+    g3 = g2 + _log_decay(r, bias, rate, lower_bound, at + 3, rows, ROW, D, GATE)
+    quads = tl.reshape(g3, [2, 4, D])
+    total, lead = tl.sum(quads, 1), tl.cumsum(quads, 1) - quads  # of a block; before four tokens, from its start
+    if GATE == "bounded":
+        lead -= tl.where(second, 0.0, total)[:, None, :]
+    lead = tl.reshape(lead, [8, D])
+    G = tl.reshape(_interleave(g0 + lead, g1 + lead, g2 + lead, g3 + lead, D), [2, 16, D])
+    return G, tl.sum(tl.where(second, 0.0, total), 0), tl.sum(tl.where(second, total, 0.0), 0)
 
 
 @triton.jit
 def _exact_pairs(p, k, G):
-    """Inside the blocks of 16, p, k, G [4, 16, D]: sum over channels of p_i e^{G_i - G_j} k_j -> [64, 64], zero
+    """Inside the blocks of 16, p, k, G [2, 16, D]: sum over channels of p_i e^{G_i - G_j} k_j -> [32, 32], zero
     elsewhere. The difference comes before the exponential: without a bound on the gates no split of it is safe.
     """
-    i, block = tl.arange(0, 16), tl.arange(0, 4)
-    pairs = tl.zeros([4, 16, 16], tl.float32)
+    i, block = tl.arange(0, 16), tl.arange(0, 2)
+    pairs = tl.zeros([2, 16, 16], tl.float32)
     for j in range(16):
         at = (i == j)[:, None]
         G_j, k_j = tl.sum(tl.where(at, G, 0.0), 1), tl.sum(tl.where(at, k, 0.0), 1)
-        column = tl.sum(p * k_j[:, None, :] * tl.exp(tl.minimum(G - G_j[:, None, :], 0.0)), 2)
+        column = tl.sum(p * k_j[:, None, :] * tl.exp2(tl.minimum(G - G_j[:, None, :], 0.0)), 2)
         pairs = tl.where(i == j, column[:, :, None], pairs)
     same = block[:, None, None, None] == block[None, None, :, None]
-    return tl.reshape(tl.where(same, pairs[:, :, None, :], 0.0), [64, 64])
+    return tl.reshape(tl.where(same, pairs[:, :, None, :], 0.0), [32, 32])
 
 
 @triton.jit(do_not_specialize=["n_chains"])
@@ -137,8 +151,9 @@ def _prepare_kernel(
     n_chains, lower_bound,
     ROW: tl.constexpr, R_ROW: tl.constexpr, B_ROW: tl.constexpr, SRC: tl.constexpr, PAGE: tl.constexpr,
     TAP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a chunk and head that does not need the state, but the inverse."""
+    """Everything of a chunk and head that does not need the state, in two halves of 32 tokens."""
     h, chunk = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = scratch.dtype.element_ty
     HD: tl.constexpr = HEADS * D
@@ -150,72 +165,65 @@ def _prepare_kernel(
     qkv += row * ROW + h * D
     conv += page * PAGE + h * D
     conv_weight += h * D * 4
-    i, ch, block, quad = tl.arange(0, 64), tl.arange(0, D), tl.arange(0, 4), 4 * tl.arange(0, 16)
-
-    # Sums of g are taken inside blocks of 16, and of whole blocks: a difference of two long sums would lose digits.
-    rate, bias = tl.exp(tl.load(A_log + h).to(tl.float32)), tl.load(dt_bias + h * D + ch).to(tl.float32)
     r += row * R_ROW + h * D
-    g0 = _log_decay(r, bias, rate, lower_bound, quad, rows, R_ROW, D, GATE)
-    g1 = g0 + _log_decay(r, bias, rate, lower_bound, quad + 1, rows, R_ROW, D, GATE)
-    g2 = g1 + _log_decay(r, bias, rate, lower_bound, quad + 2, rows, R_ROW, D, GATE)
-    g3 = g2 + _log_decay(r, bias, rate, lower_bound, quad + 3, rows, R_ROW, D, GATE)
-    quads = tl.reshape(g3, [4, 4, D])
-    total, lead = tl.sum(quads, 1), tl.cumsum(quads, 1) - quads  # of a block [4, D]; before four tokens, from its start
-    if GATE == "bounded":  # from the middle of each 32 tokens
-        lead -= tl.where((block % 2 == 0)[:, None, None], total[:, None, :], 0.0)
-    lead = tl.reshape(lead, [16, D])
-    G = tl.reshape(_interleave(g0 + lead, g1 + lead, g2 + lead, g3 + lead, D), [4, 16, D])
-
-    k = _conv_silu(qkv + HD, conv + HD, conv_weight + HD * 4, rows, text, known, ROW, TAP, D)
-    k = tl.reshape(k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None], [4, 16, D])
-    q = _conv_silu(qkv, conv, conv_weight, rows, text, known, ROW, TAP, D)
-    q = tl.reshape(q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * D**-0.5)[:, None], [4, 16, D])
-
-    # Pair products A_ij = <k_i e^{G_i - G_j}, k_j>, and P_ij with q_i. An exponent spans 16 tokens, or is negative.
-    over, under = block[:, None], block[None, :]
-    if GATE == "bounded":  # at five a token, to and back are within e^-80 and e^80
-        to, back = tl.exp(G), tl.exp(-G)
-        first_half = tl.exp(tl.sum(tl.where(over == 1, total, 0.0), 0))  # from the first middle to token 32,
-        second_half = tl.exp(tl.sum(tl.where(over == 2, total, 0.0), 0))  # and on to the second middle
-        left_k, left_q, right = k * to, q * to, k * back
-        near = tl.trans(tl.reshape(right.to(dtype), [64, D]))
-        far = tl.trans(tl.reshape((right * first_half).to(dtype), [64, D]))
-        A = tl.dot(tl.reshape(left_k.to(dtype), [64, D]), near, input_precision=PRECISION)
-        P = tl.dot(tl.reshape(left_q.to(dtype), [64, D]), near, input_precision=PRECISION)
-        A2 = tl.dot(tl.reshape((left_k * second_half).to(dtype), [64, D]), far, input_precision=PRECISION)
-        P2 = tl.dot(tl.reshape((left_q * second_half).to(dtype), [64, D]), far, input_precision=PRECISION)
-        same = i[:, None] // 32 == i[None, :] // 32
-        A, P = tl.where(same, A, A2), tl.where(same, P, P2)
-        middle = over - over % 2
-        before, behind = _sums(total, under <= middle), _sums(total, under > middle)
-    else:
-        A, P = _exact_pairs(k, k, G), _exact_pairs(q, k, G)
-        to, back = tl.exp(G), tl.exp(total[:, None, :] - G)
-        left_k, left_q = tl.reshape((k * to).to(dtype), [64, D]), tl.reshape((q * to).to(dtype), [64, D])
-        for a in tl.static_range(1, 4):  # the exponent is split at the start of i's block, a
-            between = tl.exp(_sums(total, (under > over) & (under < a)))
-            right = tl.trans(tl.reshape((k * back * between[:, None, :]).to(dtype), [64, D]))
-            here = (i[:, None] // 16 == a) & (i[None, :] // 16 < a)
-            A = tl.where(here, tl.dot(left_k, right, input_precision=PRECISION), A)
-            P = tl.where(here, tl.dot(left_q, right, input_precision=PRECISION), P)
-        before, behind = _sums(total, under < over), _sums(total, under > over)
-    beta = tl.sigmoid(tl.load(b + (row + i) * B_ROW + h, mask=i < rows, other=0.0).to(tl.float32))
-    beta = tl.where(i < rows, beta, 0.0)
-
     index = chunk.to(tl.int64) * HEADS + h
-    tile, square = i[:, None] * D + ch, i[:, None] * 64 + i
-    tl.store(pairs + index * 64 * 64 + square, A * beta[:, None], mask=i[:, None] // 16 >= i // 16)
-    tl.store(decay + index * D + ch, tl.exp(tl.sum(total, 0)))
+    pairs += index * 64 * 64
     scratch += index * (4 * 64 * D + 2 * 64 * 64)
-    tl.store(_fine(scratch + 4 * 64 * D) + square, _round(tl.where(i[:, None] >= i, P, 0.0), dtype))
-    to *= tl.exp(before)[:, None, :]
-    tl.store(scratch + tile, (tl.reshape(k * to, [64, D]) * -beta[:, None]).to(dtype))
-    tl.store(scratch + 64 * D + tile, tl.reshape(q * to, [64, D]).to(dtype))
-    tl.store(
-        _fine(scratch + 2 * 64 * D) + tile, _round(tl.reshape(k * back * tl.exp(behind)[:, None, :], [64, D]), dtype)
-    )
-    v = _conv_silu(qkv + 2 * HD, conv + 2 * HD, conv_weight + 2 * HD * 4, rows, text, known, ROW, TAP, D)
-    tl.store(scratch + 3 * 64 * D + ch[:, None] * 64 + i, tl.trans((v * beta[:, None]).to(dtype)))
+
+    ch, i, block = tl.arange(0, D), tl.arange(0, 32), tl.arange(0, 2)[:, None, None]
+    rate, bias = tl.exp(tl.load(A_log + h).to(tl.float32)), tl.load(dt_bias + h * D + ch).to(tl.float32)
+    tile, square = i[:, None] * D + ch, i[:, None] * 64 + i
+    to_end = _round(tl.zeros([32, D], tl.float32), dtype)  # k e^{..} of the half before, to its end
+    so_far = tl.full([D], 1.0, tl.float32)
+    for half in range(2):
+        at = 32 * half + i
+        beta = tl.sigmoid(tl.load(b + (row + at) * B_ROW + h, mask=at < rows, other=0.0).to(tl.float32))
+        beta = tl.where(at < rows, beta, 0.0)[:, None]
+        G, one, two = _decays(r, bias, rate, lower_bound, half, rows, R_ROW, D, GATE)
+        k = _conv_silu(qkv + HD, conv + HD, conv_weight + HD * 4, half, rows, text, known, ROW, TAP, D)
+        k = tl.reshape(k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None], [2, 16, D])
+        q = _conv_silu(qkv, conv, conv_weight, half, rows, text, known, ROW, TAP, D)
+        q = tl.reshape(q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * D**-0.5)[:, None], [2, 16, D])
+
+        # Pair products A_ij = <k_i e^{G_i - G_j}, k_j>, and P_ij with q_i. An exponent spans 16 tokens, or is negative.
+        one, two = tl.exp2(one), tl.exp2(two)
+        if GATE == "bounded":  # at five a token, to and back are within e^-80 and e^80
+            to, back = tl.exp2(G), tl.exp2(-G)
+            before, behind = one[None, None, :], two[None, None, :]
+        else:
+            to, back = tl.exp2(G), tl.exp2(tl.sum(tl.where(tl.arange(0, 16)[:, None] == 15, G, 0.0), 1)[:, None, :] - G)
+            before, behind = tl.where(block == 1, one, 1.0), tl.where(block == 0, two, 1.0)
+        left_k, left_q, right = k * to, q * to, k * back
+        near = tl.trans(tl.reshape(right.to(dtype), [32, D]))
+        A = tl.dot(tl.reshape(left_k.to(dtype), [32, D]), near, input_precision=PRECISION)
+        P = tl.dot(tl.reshape(left_q.to(dtype), [32, D]), near, input_precision=PRECISION)
+        if GATE != "bounded":
+            across = i[:, None] // 16 > i // 16
+            A = tl.where(across, A, 0.0) + _exact_pairs(k, k, G)
+            P = tl.where(across, P, 0.0) + _exact_pairs(q, k, G)
+        from_start_k, from_start_q = tl.reshape(left_k * before, [32, D]), tl.reshape(left_q * before, [32, D])
+        far = tl.trans(to_end)  # for the first half of zeros, which makes the corner over the diagonal zero
+        A2 = tl.dot(_round(from_start_k, dtype), far, input_precision=PRECISION)
+        P2 = tl.dot(_round(from_start_q, dtype), far, input_precision=PRECISION)
+        here, there = 32 * half * 65 + square, 32 * half * 63 + 32 + square
+        tl.store(pairs + here, A * beta)
+        tl.store(pairs + there, A2 * beta)
+        P_at = _fine(scratch + 4 * 64 * D)
+        tl.store(P_at + here, _round(tl.where(i[:, None] >= i, P, 0.0), dtype))
+        tl.store(P_at + there, _round(P2, dtype))
+
+        out = scratch + 32 * D * half
+        tl.store(out + tile, (from_start_k * so_far * -beta).to(dtype))
+        tl.store(out + 64 * D + tile, (from_start_q * so_far).to(dtype))
+        whole = one * two
+        before_this = _round(to_end.to(tl.float32) * whole, dtype)
+        tl.store(_fine(scratch + 2 * 64 * D) + tile, before_this, mask=(tile >= 0) & (half == 1))
+        to_end = _round(tl.reshape(right * behind, [32, D]), dtype)
+        so_far *= whole
+        v = _conv_silu(qkv + 2 * HD, conv + 2 * HD, conv_weight + 2 * HD * 4, half, rows, text, known, ROW, TAP, D)
+        tl.store(scratch + 3 * 64 * D + ch[:, None] * 64 + at, tl.trans((v * beta).to(dtype)))
+    tl.store(_fine(scratch + 2 * 64 * D) + 32 * D + tile, to_end)
+    tl.store(decay + index * D + ch, so_far)
 
     if tl.load(table + chunk * 4 + 3) != 0:  # the last inputs of a sequence; only the scan may write pages
         windows += tl.load(table + chunk * 4 + 2).to(tl.int64) * 3 * 3 * HD + h * D
@@ -223,18 +231,17 @@ def _prepare_kernel(
         for x in tl.static_range(3):
             window = _input(qkv + x * HD, conv + x * HD, rows - 3 + m, rows, text, known, ROW, TAP, D)
             tl.store(windows + (m[:, None] * 3 + x) * HD + ch, window.to(dtype), mask=m[:, None] < 3)
+    if FUSED:
+        tl.debug_barrier()
+        _invert(pairs, _fine(scratch + 4 * 64 * D + 64 * 64), dtype, SOLVE)
 
 
 @triton.jit
-def _inverse_kernel(pairs, scratch, HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
-    """T = (I + A)^-1 of the strictly lower triangles A [64, 64] in float32, rounded at the end. By doubling of the
+def _invert(A, T, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """T = (I + A)^-1 of the strictly lower triangle of A [64, 64] in float32, rounded at the end. By doubling of the
     blocks whose inverse is known, which is as stable as substitution: no power of A is ever taken, so nothing grows and
     cancels where keys are alike.
     """
-    index = tl.program_id(1).to(tl.int64) * HEADS + tl.program_id(0)
-    A = pairs + index * 64 * 64
-    T = _fine(scratch + index * (4 * 64 * D + 2 * 64 * 64) + 4 * 64 * D + 64 * 64)
-    dtype: tl.constexpr = scratch.dtype.element_ty
     i, j, n = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], tl.arange(0, 4)[:, None, None]
     diagonal = tl.load(A + (16 * n + i) * 64 + 16 * n + j)  # [4, 16, 16]
     X = tl.where(i == j, 1.0, tl.where((i > j) & (i // 2 == j // 2), -diagonal, 0.0))
@@ -259,6 +266,13 @@ def _inverse_kernel(pairs, scratch, HEADS: tl.constexpr, D: tl.constexpr, PRECIS
     tl.store(T + (32 * n + i) * 64 + 32 * n + j, _round(X, dtype))
     tl.store(T + (32 + i) * 64 + j, _round(-corner, dtype))
     tl.store(T + i * 64 + 32 + j, _round(tl.zeros([32, 32], tl.float32), dtype))
+
+
+@triton.jit
+def _inverse_kernel(pairs, scratch, HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
+    index = tl.program_id(1).to(tl.int64) * HEADS + tl.program_id(0)
+    T = _fine(scratch + index * (4 * 64 * D + 2 * 64 * 64) + 4 * 64 * D + 64 * 64)
+    _invert(pairs + index * 64 * 64, T, scratch.dtype.element_ty, PRECISION)
 
 
 @triton.jit
@@ -422,9 +436,10 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
         qkv, r, b, w.conv, w.A_log, w.dt_bias, conv, src, part.past, table, chains, scratch, pairs, decay, windows,
         texts, w.lower_bound or 0.0,
         qkv.stride(0), r.stride(0), b.stride(0), src.stride(0), conv.stride(0), conv.stride(1),
-        heads, d, gate_kind, precision, **PREPARE,
+        heads, d, gate_kind, precision, solve, **PREPARE,
     )  # fmt: skip
-    _inverse_kernel[heads, chunks](pairs, scratch, heads, d, solve, **INVERSE)
+    if not PREPARE["FUSED"]:
+        _inverse_kernel[heads, chunks](pairs, scratch, heads, d, solve, **INVERSE)
     length, groups = groups_of(texts, heads, _longest(part))
     tile = min(d, SCAN_TILE)
 
