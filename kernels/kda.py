@@ -59,6 +59,25 @@ def _round(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def _narrow(x, dtype: tl.constexpr):
+    """x, known to be in the range of float16, as an operand beside `_fine` ones."""
+    return x.to(tl.float16) if dtype == tl.bfloat16 else x
+
+
+@triton.jit
+def _sigmoid(x):
+    """The reciprocal by a root, which has an instruction (2 ulp); a division is several."""
+    root = tl.rsqrt(1 + tl.exp2(-1.4426950408889634 * x))
+    return root * root
+
+
+@triton.jit
+def _stack(a, b, D: tl.constexpr):
+    """[2, 16, D] twice -> [2, 2, 16, D]."""
+    return tl.permute(tl.join(a, b), (3, 0, 1, 2))
+
+
+@triton.jit
 def _interleave(x0, x1, x2, x3, D: tl.constexpr):
     """[8, D] each, rows 4 g + m of 32 tokens -> [32, D]: a thread holds neighbouring rows, which makes shifts cheap."""
     return tl.reshape(tl.permute(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (0, 2, 3, 1)), [32, D])
@@ -73,9 +92,15 @@ def _input(x, page, at, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr,
 
 
 @triton.jit
+def _own(x, at, rows, ROW: tl.constexpr, D: tl.constexpr):
+    """The same where at >= 0: of no page."""
+    return tl.load(x + at[:, None] * ROW + tl.arange(0, D), mask=(at < rows)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _conv_silu(x, page, weight, half, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
-    """SiLU of the causal convolution of half a chunk -> [32, D] float32; behind the text's end anything finite. x, page,
-    weight: the chunk's first row, the page's and the taps of the head's first channel.
+    """SiLU of the causal convolution of half a chunk -> [32, D] float32; behind the text's end anything finite. x,
+    page, weight: the chunk's first row, the page's and the taps of the head's first channel.
     """
     g = 32 * half + 4 * tl.arange(0, 8)
     w = tl.reshape(tl.load(weight + tl.arange(0, 4 * D)).to(tl.float32), [D, 2, 2])
@@ -85,28 +110,27 @@ def _conv_silu(x, page, weight, half, rows, text, known, ROW: tl.constexpr, TAP:
     a = _input(x, page, g - 3, rows, text, known, ROW, TAP, D)
     b = _input(x, page, g - 2, rows, text, known, ROW, TAP, D)
     c = _input(x, page, g - 1, rows, text, known, ROW, TAP, D)
-    x0 = _input(x, page, g, rows, text, known, ROW, TAP, D)
-    x1 = _input(x, page, g + 1, rows, text, known, ROW, TAP, D)
-    x2 = _input(x, page, g + 2, rows, text, known, ROW, TAP, D)
-    x3 = _input(x, page, g + 3, rows, text, known, ROW, TAP, D)
+    x0 = _own(x, g, rows, ROW, D)
+    x1 = _own(x, g + 1, rows, ROW, D)
+    x2 = _own(x, g + 2, rows, ROW, D)
+    x3 = _own(x, g + 3, rows, ROW, D)
     y0, y1 = w0 * a + w1 * b + w2 * c + w3 * x0, w0 * b + w1 * c + w2 * x0 + w3 * x1
     y2, y3 = w0 * c + w1 * x0 + w2 * x1 + w3 * x2, w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
     y = _interleave(y0, y1, y2, y3, D)
-    return y * tl.sigmoid(y)
+    return y * _sigmoid(y)
 
 
 @triton.jit
 def _log_decay(r, bias, rate, lower_bound, at, rows, ROW: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr):
     """log2 of the gates [8, D] of rows `at` of the chunk; 0 behind its end. r: the chunk's first row."""
-    real = (at < rows)[:, None]
-    z = tl.load(r + at[:, None] * ROW + tl.arange(0, D), mask=real, other=0.0).to(tl.float32) + bias
+    z = _own(r, at, rows, ROW, D) + bias
     if GATE == "free":
         y = tl.exp(tl.minimum(z, 20.0))
         log1p = tl.where(y < 0.01, y * (1 - y * (0.5 - y * (1 / 3 - y / 4))), tl.log(1 + y))
         g = (-1.4426950408889634 * rate) * tl.where(z > 20, z, log1p)
     else:
-        g = (1.4426950408889634 * lower_bound) * tl.sigmoid(rate * z)
-    return tl.where(real, g, 0.0)
+        g = (1.4426950408889634 * lower_bound) * _sigmoid(rate * z)
+    return tl.where((at < rows)[:, None], g, 0.0)
 
 
 @triton.jit
@@ -131,18 +155,18 @@ def _decays(r, bias, rate, lower_bound, half, rows, ROW: tl.constexpr, D: tl.con
 
 @triton.jit
 def _exact_pairs(p, k, G):
-    """Inside the blocks of 16, p, k, G [2, 16, D]: sum over channels of p_i e^{G_i - G_j} k_j -> [32, 32], zero
-    elsewhere. The difference comes before the exponential: without a bound on the gates no split of it is safe.
+    """Inside the blocks of 16, p [2, 2, 16, D] and k, G [2, 16, D]: sum over channels of p_i e^{G_i - G_j} k_j
+    -> [64, 32], zero elsewhere. The difference comes before the exponential: without a bound on the gates no split of it is safe.
     """
     i, block = tl.arange(0, 16), tl.arange(0, 2)
-    pairs = tl.zeros([2, 16, 16], tl.float32)
+    pairs = tl.zeros([2, 2, 16, 16], tl.float32)
     for j in range(16):
         at = (i == j)[:, None]
-        G_j, k_j = tl.sum(tl.where(at, G, 0.0), 1), tl.sum(tl.where(at, k, 0.0), 1)
-        column = tl.sum(p * k_j[:, None, :] * tl.exp2(tl.minimum(G - G_j[:, None, :], 0.0)), 2)
-        pairs = tl.where(i == j, column[:, :, None], pairs)
+        G_j, k_j = tl.sum(tl.where(at, G, 0.0), 1)[:, None, :], tl.sum(tl.where(at, k, 0.0), 1)[:, None, :]
+        column = tl.sum(p * (k_j * tl.exp2(tl.minimum(G - G_j, 0.0)))[None, :, :, :], 3)
+        pairs = tl.where(i == j, column[:, :, :, None], pairs)
     same = block[:, None, None, None] == block[None, None, :, None]
-    return tl.reshape(tl.where(same, pairs[:, :, None, :], 0.0), [32, 32])
+    return tl.reshape(tl.where(same[None, :, :, :, :], pairs[:, :, :, None, :], 0.0), [64, 32])
 
 
 @triton.jit(do_not_specialize=["n_chains"])
@@ -170,15 +194,15 @@ def _prepare_kernel(
     pairs += index * 64 * 64
     scratch += index * (4 * 64 * D + 2 * 64 * 64)
 
-    ch, i, block = tl.arange(0, D), tl.arange(0, 32), tl.arange(0, 2)[:, None, None]
+    ch, i, both, block = tl.arange(0, D), tl.arange(0, 32), tl.arange(0, 64)[:, None], tl.arange(0, 2)[:, None, None]
     rate, bias = tl.exp(tl.load(A_log + h).to(tl.float32)), tl.load(dt_bias + h * D + ch).to(tl.float32)
-    tile, square = i[:, None] * D + ch, i[:, None] * 64 + i
-    to_end = _round(tl.zeros([32, D], tl.float32), dtype)  # k e^{..} of the half before, to its end
+    tile, square = i[:, None] * D + ch, both % 32 * 64 + i
+    to_end = _narrow(tl.zeros([32, D], tl.float32), dtype)  # k e^{..} of the half before, to its end
     so_far = tl.full([D], 1.0, tl.float32)
     for half in range(2):
         at = 32 * half + i
-        beta = tl.sigmoid(tl.load(b + (row + at) * B_ROW + h, mask=at < rows, other=0.0).to(tl.float32))
-        beta = tl.where(at < rows, beta, 0.0)[:, None]
+        beta = tl.load(b + (row + at) * B_ROW + h, mask=at < rows, other=-1000.0)  # 0 behind the end
+        beta = tl.sigmoid(beta.to(tl.float32))[:, None]
         G, one, two = _decays(r, bias, rate, lower_bound, half, rows, R_ROW, D, GATE)
         k = _conv_silu(qkv + HD, conv + HD, conv_weight + HD * 4, half, rows, text, known, ROW, TAP, D)
         k = tl.reshape(k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None], [2, 16, D])
@@ -191,34 +215,33 @@ def _prepare_kernel(
             to, back = tl.exp2(G), tl.exp2(-G)
             before, behind = one[None, None, :], two[None, None, :]
         else:
-            to, back = tl.exp2(G), tl.exp2(tl.sum(tl.where(tl.arange(0, 16)[:, None] == 15, G, 0.0), 1)[:, None, :] - G)
+            end = tl.sum(tl.where(tl.arange(0, 16)[:, None] == 15, G, 0.0), 1)
+            to, back = tl.exp2(G), tl.exp2(end[:, None, :] - G)
             before, behind = tl.where(block == 1, one, 1.0), tl.where(block == 0, two, 1.0)
         left_k, left_q, right = k * to, q * to, k * back
-        near = tl.trans(tl.reshape(right.to(dtype), [32, D]))
-        A = tl.dot(tl.reshape(left_k.to(dtype), [32, D]), near, input_precision=PRECISION)
-        P = tl.dot(tl.reshape(left_q.to(dtype), [32, D]), near, input_precision=PRECISION)
+        left = tl.reshape(_stack(left_k.to(dtype), left_q.to(dtype), D), [64, D])  # A and P are one product
+        near = tl.dot(left, tl.trans(tl.reshape(right.to(dtype), [32, D])), input_precision=PRECISION)
         if GATE != "bounded":
-            across = i[:, None] // 16 > i // 16
-            A = tl.where(across, A, 0.0) + _exact_pairs(k, k, G)
-            P = tl.where(across, P, 0.0) + _exact_pairs(q, k, G)
-        from_start_k, from_start_q = tl.reshape(left_k * before, [32, D]), tl.reshape(left_q * before, [32, D])
-        far = tl.trans(to_end)  # for the first half of zeros, which makes the corner over the diagonal zero
-        A2 = tl.dot(_round(from_start_k, dtype), far, input_precision=PRECISION)
-        P2 = tl.dot(_round(from_start_q, dtype), far, input_precision=PRECISION)
+            near = tl.where(both % 32 // 16 > i // 16, near, 0.0) + _exact_pairs(_stack(k, q, D), k, G)
+        from_k, from_q = left_k * before, left_q * before
+        left = tl.reshape(_stack(_narrow(from_k, dtype), _narrow(from_q, dtype), D), [64, D])
+        far = tl.dot(left, tl.trans(to_end), input_precision=PRECISION)  # of the first half zeros, above the diagonal
         here, there = 32 * half * 65 + square, 32 * half * 63 + 32 + square
-        tl.store(pairs + here, A * beta)
-        tl.store(pairs + there, A2 * beta)
-        P_at = _fine(scratch + 4 * 64 * D)
-        tl.store(P_at + here, _round(tl.where(i[:, None] >= i, P, 0.0), dtype))
-        tl.store(P_at + there, _round(P2, dtype))
+        token = 32 * half + both % 32
+        scale = tl.sigmoid(tl.load(b + (row + token) * B_ROW + h, mask=token < rows, other=-1000.0).to(tl.float32))
+        tl.store(pairs + here, near * scale, mask=both < 32)
+        tl.store(pairs + there, far * scale, mask=both < 32)
+        P = _fine(scratch + 4 * 64 * D)
+        tl.store(P + here, _narrow(tl.where(both % 32 >= i, near, 0.0), dtype), mask=both >= 32)
+        tl.store(P + there, _narrow(far, dtype), mask=both >= 32)
 
         out = scratch + 32 * D * half
-        tl.store(out + tile, (from_start_k * so_far * -beta).to(dtype))
-        tl.store(out + 64 * D + tile, (from_start_q * so_far).to(dtype))
+        tl.store(out + tile, (tl.reshape(from_k * so_far, [32, D]) * -beta).to(dtype))
+        tl.store(out + 64 * D + tile, tl.reshape(from_q * so_far, [32, D]).to(dtype))
         whole = one * two
-        before_this = _round(to_end.to(tl.float32) * whole, dtype)
-        tl.store(_fine(scratch + 2 * 64 * D) + tile, before_this, mask=(tile >= 0) & (half == 1))
-        to_end = _round(tl.reshape(right * behind, [32, D]), dtype)
+        last = _narrow(to_end.to(tl.float32) * whole, dtype)
+        tl.store(_fine(scratch + 2 * 64 * D) + tile, last, mask=(tile >= 0) & (half == 1))
+        to_end = _narrow(tl.reshape(right * behind, [32, D]), dtype)
         so_far *= whole
         v = _conv_silu(qkv + 2 * HD, conv + 2 * HD, conv_weight + 2 * HD * 4, half, rows, text, known, ROW, TAP, D)
         tl.store(scratch + 3 * 64 * D + ch[:, None] * 64 + at, tl.trans((v * beta).to(dtype)))
