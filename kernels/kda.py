@@ -7,6 +7,7 @@ for all chunks at once, and only a few products per chunk remain for the ordered
     inverse   grid chunks x heads    T = (I + A)^-1
     scan      grid texts x heads     U = T (beta v - beta (k e^G) S),  o = (q e^G) S + P U,
                                      S = e^{G_C} S + (k e^{G_C - G})^T U: the state stays in registers
+    norm      grid tokens x heads    RMSNorm(o) * sigmoid(gate)
 
 Few long texts leave most of a GPU idle in the scan. Then a text is cut into groups of chunks, a group being a linear
 map S -> M S + N: all maps at once (the scan itself, from S = I without v and from S = 0), one ordered pass over the
@@ -22,13 +23,21 @@ import kernels
 CHUNK = 64  # tokens; the kernels cut it into 4 blocks of 16
 TAPS = 4
 SMS = 132  # the scan is cut into groups where it has far fewer programs than this
-PREPARE = dict(num_warps=8, num_stages=1, FUSED=False)
-INVERSE = dict(num_warps=1)
-SCAN = dict(num_warps=4, STAGES=3)
-SCAN_WIDE = dict(num_warps=8, STAGES=1)  # float32
+
+
+def registers(n):
+    """A launch's limit of registers per thread, for more programs per SM; only NVIDIA's compiler takes one."""
+    return {} if torch.version.hip or kernels.interpreted() else dict(maxnreg=n)
+
+
+PREPARE = dict(num_warps=8, num_stages=1, **registers(128))
+PREPARE_WIDE = dict(num_warps=8, num_stages=1)  # float32
+INVERSE = dict(num_warps=1, **registers(168))
+SCAN = dict(num_warps=4, STAGES=3, TILE=64)  # value channels of one program
+SCAN_WIDE = dict(num_warps=8, STAGES=1, TILE=128)
 # Products of float32 as six of bfloat16 parts: exact to 2^-24, on tensor cores. As FMAs ("ieee") they spill registers.
 WIDE_PRECISION = "ieee" if kernels.interpreted() else "bf16x6"
-SCAN_TILE = 64  # value channels per program of the scan; the output norm is a launch of its own if a head has more
+SOLVE_PRECISION = "ieee" if kernels.interpreted() else "bf16x3"  # to 2^-16, below the rounding of T to float16
 
 
 @triton.jit
@@ -156,7 +165,8 @@ def _decays(r, bias, rate, lower_bound, half, rows, ROW: tl.constexpr, D: tl.con
 @triton.jit
 def _exact_pairs(p, k, G):
     """Inside the blocks of 16, p [2, 2, 16, D] and k, G [2, 16, D]: sum over channels of p_i e^{G_i - G_j} k_j
-    -> [64, 32], zero elsewhere. The difference comes before the exponential: without a bound on the gates no split of it is safe.
+    -> [64, 32], zero elsewhere. The difference comes before the exponential: without a bound on the gates no split of
+    it is safe.
     """
     i, block = tl.arange(0, 16), tl.arange(0, 2)
     pairs = tl.zeros([2, 2, 16, 16], tl.float32)
@@ -175,7 +185,6 @@ def _prepare_kernel(
     n_chains, lower_bound,
     ROW: tl.constexpr, R_ROW: tl.constexpr, B_ROW: tl.constexpr, SRC: tl.constexpr, PAGE: tl.constexpr,
     TAP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
-    SOLVE: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """Everything of a chunk and head that does not need the state, in two halves of 32 tokens."""
     h, chunk = tl.program_id(0), tl.program_id(1)
@@ -254,17 +263,18 @@ def _prepare_kernel(
         for x in tl.static_range(3):
             window = _input(qkv + x * HD, conv + x * HD, rows - 3 + m, rows, text, known, ROW, TAP, D)
             tl.store(windows + (m[:, None] * 3 + x) * HD + ch, window.to(dtype), mask=m[:, None] < 3)
-    if FUSED:
-        tl.debug_barrier()
-        _invert(pairs, _fine(scratch + 4 * 64 * D + 64 * 64), dtype, SOLVE)
 
 
 @triton.jit
-def _invert(A, T, dtype: tl.constexpr, PRECISION: tl.constexpr):
+def _inverse_kernel(pairs, scratch, HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     """T = (I + A)^-1 of the strictly lower triangle of A [64, 64] in float32, rounded at the end. By doubling of the
     blocks whose inverse is known, which is as stable as substitution: no power of A is ever taken, so nothing grows and
     cancels where keys are alike.
     """
+    index = tl.program_id(1).to(tl.int64) * HEADS + tl.program_id(0)
+    A = pairs + index * 64 * 64
+    T = _fine(scratch + index * (4 * 64 * D + 2 * 64 * 64) + 4 * 64 * D + 64 * 64)
+    dtype: tl.constexpr = scratch.dtype.element_ty
     i, j, n = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], tl.arange(0, 4)[:, None, None]
     diagonal = tl.load(A + (16 * n + i) * 64 + 16 * n + j)  # [4, 16, 16]
     X = tl.where(i == j, 1.0, tl.where((i > j) & (i // 2 == j // 2), -diagonal, 0.0))
@@ -292,13 +302,6 @@ def _invert(A, T, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _inverse_kernel(pairs, scratch, HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
-    index = tl.program_id(1).to(tl.int64) * HEADS + tl.program_id(0)
-    T = _fine(scratch + index * (4 * 64 * D + 2 * 64 * 64) + 4 * 64 * D + 64 * 64)
-    _invert(pairs + index * 64 * 64, T, scratch.dtype.element_ty, PRECISION)
-
-
-@triton.jit
 def _group(table, chains, groups, length):
     """This program's chunks [first, end), and the first sequence of their text."""
     group = tl.program_id(2)
@@ -316,10 +319,10 @@ def _page_state(S, src, past, seq, at, SRC: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["groups", "length"])
 def _scan_kernel(
-    scratch, decay, gate, out, o_norm, S, conv, windows, states, src, dst, past, table, chains, groups, length,
-    eps, GATE_ROW: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr, PAGE: tl.constexpr, CONV: tl.constexpr,
-    TAP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    scratch, decay, out, S, conv, windows, states, src, dst, past, table, chains, groups, length,
+    SRC: tl.constexpr, DST: tl.constexpr, PAGE: tl.constexpr, CONV: tl.constexpr, TAP: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """MODE "pages": whole texts; "maps": groups, as maps; "entered": groups, from the states they are entered with.
 
@@ -357,22 +360,13 @@ def _scan_kernel(
         U = _round(tl.dot(error, tl.trans(T), input_precision=PRECISION), dtype)
         if MODE != "maps":
             row, rows = tl.load(table + chunk * 4).to(tl.int64), tl.load(table + chunk * 4 + 1)
-            to = i[:, None] * GATE_ROW + v
-            if TILE == D:
-                z = tl.load(gate + row * GATE_ROW + h * D + to, mask=(i < rows)[:, None], other=0.0)
             q = tl.load(this + 64 * D + i[:, None] * D + ch)
             P = tl.load(_fine(this + 4 * 64 * D) + i[:, None] * 64 + i)
             o = tl.dot(left, tl.trans(q), input_precision=PRECISION)
             o = tl.dot(U, tl.trans(P), acc=o, input_precision=PRECISION)
         state = tl.dot(U, k, acc=state * kept, input_precision=PRECISION)
         if MODE != "maps":
-            if TILE == D:
-                o *= tl.rsqrt(tl.sum(o * o, 0) / D + eps)
-                o *= tl.load(o_norm + v)[:, None]
-                y = tl.trans(o) * tl.sigmoid(z.to(tl.float32))
-            else:
-                y = tl.trans(o)
-            tl.store(out + (row + i[:, None]) * HD + h * D + v, y.to(dtype), mask=(i < rows)[:, None])
+            tl.store(out + (row + i[:, None]) * HD + h * D + v, tl.trans(o.to(dtype)), mask=(i < rows)[:, None])
             if tl.load(table + chunk * 4 + 3) != 0:
                 seq = tl.load(table + chunk * 4 + 2)
                 page = tl.load(dst + seq * DST)
@@ -412,7 +406,7 @@ def _carry_kernel(
 def _norm_kernel(
     out, gate, o_norm, N, eps, GATE_ROW: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
 ):
-    """RMSNorm(o) * sigmoid(gate) in place, where several programs of the scan made a head."""
+    """RMSNorm(o) * sigmoid(gate) in place: several programs of the scan made a head."""
     row, ch = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, D)
     at, real = tl.program_id(0) * D + ch, row < N
     o = tl.load(out + row * HEADS * D + at, mask=real, other=0.0).to(tl.float32)
@@ -454,35 +448,33 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     exact = wide or not w.lower_bound or w.lower_bound < -5  # float32 keeps its digits only without splits
     gate_kind = "free" if not w.lower_bound else "deep" if exact else "bounded"
     precision = WIDE_PRECISION if wide else "ieee"
-    solve = "ieee" if wide or torch.version.hip else "tf32x3"
     _prepare_kernel[heads, chunks](
         qkv, r, b, w.conv, w.A_log, w.dt_bias, conv, src, part.past, table, chains, scratch, pairs, decay, windows,
         texts, w.lower_bound or 0.0,
         qkv.stride(0), r.stride(0), b.stride(0), src.stride(0), conv.stride(0), conv.stride(1),
-        heads, d, gate_kind, precision, solve, **PREPARE,
+        heads, d, gate_kind, precision, **(PREPARE_WIDE if wide else PREPARE),
     )  # fmt: skip
-    if not PREPARE["FUSED"]:
-        _inverse_kernel[heads, chunks](pairs, scratch, heads, d, solve, **INVERSE)
+    _inverse_kernel[heads, chunks](pairs, scratch, heads, d, WIDE_PRECISION if wide else SOLVE_PRECISION, **INVERSE)
     length, groups = groups_of(texts, heads, _longest(part))
-    tile = min(d, SCAN_TILE)
+    launch = SCAN_WIDE if wide else SCAN
+    launch = launch | dict(TILE=min(d, launch["TILE"]))
 
     def scan(mode, tiles):
         _scan_kernel[tiles, heads, texts * groups](
-            scratch, decay, gate, out, w.o_norm, S, conv, windows, states, src, dst, part.past, table, chains, groups,
-            length, w.eps, gate.stride(0), src.stride(0), dst.stride(0), S.stride(0), conv.stride(0), conv.stride(1),
-            heads, d, tile, mode, precision, **(SCAN_WIDE if wide else SCAN),
+            scratch, decay, out, S, conv, windows, states, src, dst, part.past, table, chains, groups, length,
+            src.stride(0), dst.stride(0), S.stride(0), conv.stride(0), conv.stride(1),
+            heads, d, mode, precision, **launch,
         )  # fmt: skip
 
     states = new(texts * groups if groups > 1 else 0, heads, 3, d, d, dtype=torch.float32)
     if groups > 1:
-        scan("maps", 2 * d // tile)
+        scan("maps", 2 * d // launch["TILE"])
         _carry_kernel[d // 32, heads, texts](
             states, S, src, part.past, table, chains, groups, length, src.stride(0), S.stride(0), heads, d, 32,
             WIDE_PRECISION, num_stages=1,
         )  # fmt: skip
-    scan("entered" if groups > 1 else "pages", d // tile)
-    if tile < d:
-        _norm_kernel[heads, triton.cdiv(N, 32)](out, gate, w.o_norm, N, w.eps, gate.stride(0), heads, d, 32)
+    scan("entered" if groups > 1 else "pages", d // launch["TILE"])
+    _norm_kernel[heads, triton.cdiv(N, 32)](out, gate, w.o_norm, N, w.eps, gate.stride(0), heads, d, 32)
     return out
 
 
