@@ -7,6 +7,7 @@ for all chunks at once, and only a few products per chunk remain for the ordered
     inverse   grid chunks x heads    T = (I + A)^-1
     scan      grid texts x heads     U = T (beta v - beta (k e^G) S),  o = (q e^G) S + P U,
                                      S = e^{G_C} S + (k e^{G_C - G})^T U: the state stays in registers
+    norm      grid tokens x heads    RMSNorm(o) * sigmoid(gate)
 
 Few long texts leave most of a GPU idle in the scan. Then a text is cut into groups of chunks, a group being a linear
 map S -> M S + N: all maps at once (the scan itself, from S = I without v and from S = 0), one ordered pass over the
@@ -22,13 +23,21 @@ import kernels
 CHUNK = 64  # tokens; the kernels cut it into 4 blocks of 16
 TAPS = 4
 SMS = 132  # the scan is cut into groups where it has far fewer programs than this
-PREPARE = dict(num_warps=8, num_stages=1)
-INVERSE = dict(num_warps=1)
-SCAN = dict(num_warps=8, STAGES=2)
-SCAN_WIDE = dict(num_warps=8, STAGES=1)  # float32
+
+
+def registers(n):
+    """A launch's limit of registers per thread, for more programs per SM; only NVIDIA's compiler takes one."""
+    return {} if torch.version.hip or kernels.interpreted() else dict(maxnreg=n)
+
+
+PREPARE = dict(num_warps=8, num_stages=1, **registers(128))
+PREPARE_WIDE = dict(num_warps=8, num_stages=1)  # float32
+INVERSE = dict(num_warps=1, **registers(168))
+SCAN = dict(num_warps=4, STAGES=3, TILE=64)  # value channels of one program
+SCAN_WIDE = dict(num_warps=8, STAGES=1, TILE=128)
 # Products of float32 as six of bfloat16 parts: exact to 2^-24, on tensor cores. As FMAs ("ieee") they spill registers.
 WIDE_PRECISION = "ieee" if kernels.interpreted() else "bf16x6"
-SCAN_TILE = 128  # value channels per program of the scan; the output norm is a launch of its own if a head has more
+SOLVE_PRECISION = "ieee" if kernels.interpreted() else "bf16x3"  # to 2^-16, below the rounding of T to float16
 
 
 @triton.jit
@@ -59,9 +68,28 @@ def _round(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def _narrow(x, dtype: tl.constexpr):
+    """x, known to be in the range of float16, as an operand beside `_fine` ones."""
+    return x.to(tl.float16) if dtype == tl.bfloat16 else x
+
+
+@triton.jit
+def _sigmoid(x):
+    """The reciprocal by a root, which has an instruction (2 ulp); a division is several."""
+    root = tl.rsqrt(1 + tl.exp2(-1.4426950408889634 * x))
+    return root * root
+
+
+@triton.jit
+def _stack(a, b, D: tl.constexpr):
+    """[2, 16, D] twice -> [2, 2, 16, D]."""
+    return tl.permute(tl.join(a, b), (3, 0, 1, 2))
+
+
+@triton.jit
 def _interleave(x0, x1, x2, x3, D: tl.constexpr):
-    """[16, D] each, rows 4 g + m of a chunk -> [64, D]: a thread holds neighbouring rows, which makes shifts cheap."""
-    return tl.reshape(tl.permute(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (0, 2, 3, 1)), [64, D])
+    """[8, D] each, rows 4 g + m of 32 tokens -> [32, D]: a thread holds neighbouring rows, which makes shifts cheap."""
+    return tl.reshape(tl.permute(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (0, 2, 3, 1)), [32, D])
 
 
 @triton.jit
@@ -73,11 +101,17 @@ def _input(x, page, at, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr,
 
 
 @triton.jit
-def _conv_silu(x, page, weight, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
-    """SiLU of the causal convolution of a chunk -> [64, D] float32; behind the text's end anything finite. x, page,
-    weight: the chunk's first row, the page's and the taps of the head's first channel.
+def _own(x, at, rows, ROW: tl.constexpr, D: tl.constexpr):
+    """The same where at >= 0: of no page."""
+    return tl.load(x + at[:, None] * ROW + tl.arange(0, D), mask=(at < rows)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _conv_silu(x, page, weight, half, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
+    """SiLU of the causal convolution of half a chunk -> [32, D] float32; behind the text's end anything finite. x,
+    page, weight: the chunk's first row, the page's and the taps of the head's first channel.
     """
-    g = 4 * tl.arange(0, 16)
+    g = 32 * half + 4 * tl.arange(0, 8)
     w = tl.reshape(tl.load(weight + tl.arange(0, 4 * D)).to(tl.float32), [D, 2, 2])
     even, odd = tl.split(w)
     w0, w2 = tl.split(even)
@@ -85,50 +119,64 @@ def _conv_silu(x, page, weight, rows, text, known, ROW: tl.constexpr, TAP: tl.co
     a = _input(x, page, g - 3, rows, text, known, ROW, TAP, D)
     b = _input(x, page, g - 2, rows, text, known, ROW, TAP, D)
     c = _input(x, page, g - 1, rows, text, known, ROW, TAP, D)
-    x0 = _input(x, page, g, rows, text, known, ROW, TAP, D)
-    x1 = _input(x, page, g + 1, rows, text, known, ROW, TAP, D)
-    x2 = _input(x, page, g + 2, rows, text, known, ROW, TAP, D)
-    x3 = _input(x, page, g + 3, rows, text, known, ROW, TAP, D)
+    x0 = _own(x, g, rows, ROW, D)
+    x1 = _own(x, g + 1, rows, ROW, D)
+    x2 = _own(x, g + 2, rows, ROW, D)
+    x3 = _own(x, g + 3, rows, ROW, D)
     y0, y1 = w0 * a + w1 * b + w2 * c + w3 * x0, w0 * b + w1 * c + w2 * x0 + w3 * x1
     y2, y3 = w0 * c + w1 * x0 + w2 * x1 + w3 * x2, w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
     y = _interleave(y0, y1, y2, y3, D)
-    return y * tl.sigmoid(y)
+    return y * _sigmoid(y)
 
 
 @triton.jit
 def _log_decay(r, bias, rate, lower_bound, at, rows, ROW: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr):
-    """The gates [16, D] of rows `at` of the chunk; 0 behind its end. r: the chunk's first row."""
-    real = (at < rows)[:, None]
-    z = tl.load(r + at[:, None] * ROW + tl.arange(0, D), mask=real, other=0.0).to(tl.float32) + bias
+    """log2 of the gates [8, D] of rows `at` of the chunk; 0 behind its end. r: the chunk's first row."""
+    z = _own(r, at, rows, ROW, D) + bias
     if GATE == "free":
         y = tl.exp(tl.minimum(z, 20.0))
         log1p = tl.where(y < 0.01, y * (1 - y * (0.5 - y * (1 / 3 - y / 4))), tl.log(1 + y))
-        g = -rate * tl.where(z > 20, z, log1p)
+        g = (-1.4426950408889634 * rate) * tl.where(z > 20, z, log1p)
     else:
-        g = lower_bound * tl.sigmoid(rate * z)
-    return tl.where(real, g, 0.0)
+        g = (1.4426950408889634 * lower_bound) * _sigmoid(rate * z)
+    return tl.where((at < rows)[:, None], g, 0.0)
 
 
 @triton.jit
-def _sums(total, which):
-    """total [4, D], which [4, 4]: for each block a, the sum of the totals of the blocks b with which[a, b]."""
-    return tl.sum(tl.where(which[:, :, None], total[None, :, :], 0.0), 1)
+def _decays(r, bias, rate, lower_bound, half, rows, ROW: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr):
+    """log2 of the decays of half a chunk: G [2, 16, D], from the start of each block of 16 tokens to behind a token, or
+    in "bounded" from the middle between both; and the sums of the two blocks [D]. Sums are taken inside blocks, and of
+    whole blocks: a difference of two long sums would lose digits.
+    """
+    at, second = 32 * half + 4 * tl.arange(0, 8), tl.arange(0, 2)[:, None] == 1
+    g0 = _log_decay(r, bias, rate, lower_bound, at, rows, ROW, D, GATE)
+    g1 = g0 + _log_decay(r, bias, rate, lower_bound, at + 1, rows, ROW, D, GATE)
+    g2 = g1 + _log_decay(r, bias, rate, lower_bound, at + 2, rows, ROW, D, GATE)
+    g3 = g2 + _log_decay(r, bias, rate, lower_bound, at + 3, rows, ROW, D, GATE)
+    quads = tl.reshape(g3, [2, 4, D])
+    total, lead = tl.sum(quads, 1), tl.cumsum(quads, 1) - quads  # of a block; before four tokens, from its start
+    if GATE == "bounded":
+        lead -= tl.where(second, 0.0, total)[:, None, :]
+    lead = tl.reshape(lead, [8, D])
+    G = tl.reshape(_interleave(g0 + lead, g1 + lead, g2 + lead, g3 + lead, D), [2, 16, D])
+    return G, tl.sum(tl.where(second, 0.0, total), 0), tl.sum(tl.where(second, total, 0.0), 0)
 
 
 @triton.jit
 def _exact_pairs(p, k, G):
-    """Inside the blocks of 16, p, k, G [4, 16, D]: sum over channels of p_i e^{G_i - G_j} k_j -> [64, 64], zero
-    elsewhere. The difference comes before the exponential: without a bound on the gates no split of it is safe.
+    """Inside the blocks of 16, p [2, 2, 16, D] and k, G [2, 16, D]: sum over channels of p_i e^{G_i - G_j} k_j
+    -> [64, 32], zero elsewhere. The difference comes before the exponential: without a bound on the gates no split of
+    it is safe.
     """
-    i, block = tl.arange(0, 16), tl.arange(0, 4)
-    pairs = tl.zeros([4, 16, 16], tl.float32)
+    i, block = tl.arange(0, 16), tl.arange(0, 2)
+    pairs = tl.zeros([2, 2, 16, 16], tl.float32)
     for j in range(16):
         at = (i == j)[:, None]
-        G_j, k_j = tl.sum(tl.where(at, G, 0.0), 1), tl.sum(tl.where(at, k, 0.0), 1)
-        column = tl.sum(p * k_j[:, None, :] * tl.exp(tl.minimum(G - G_j[:, None, :], 0.0)), 2)
-        pairs = tl.where(i == j, column[:, :, None], pairs)
+        G_j, k_j = tl.sum(tl.where(at, G, 0.0), 1)[:, None, :], tl.sum(tl.where(at, k, 0.0), 1)[:, None, :]
+        column = tl.sum(p * (k_j * tl.exp2(tl.minimum(G - G_j, 0.0)))[None, :, :, :], 3)
+        pairs = tl.where(i == j, column[:, :, :, None], pairs)
     same = block[:, None, None, None] == block[None, None, :, None]
-    return tl.reshape(tl.where(same, pairs[:, :, None, :], 0.0), [64, 64])
+    return tl.reshape(tl.where(same[None, :, :, :, :], pairs[:, :, :, None, :], 0.0), [64, 32])
 
 
 @triton.jit(do_not_specialize=["n_chains"])
@@ -138,7 +186,7 @@ def _prepare_kernel(
     ROW: tl.constexpr, R_ROW: tl.constexpr, B_ROW: tl.constexpr, SRC: tl.constexpr, PAGE: tl.constexpr,
     TAP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a chunk and head that does not need the state, but the inverse."""
+    """Everything of a chunk and head that does not need the state, in two halves of 32 tokens."""
     h, chunk = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = scratch.dtype.element_ty
     HD: tl.constexpr = HEADS * D
@@ -150,72 +198,64 @@ def _prepare_kernel(
     qkv += row * ROW + h * D
     conv += page * PAGE + h * D
     conv_weight += h * D * 4
-    i, ch, block, quad = tl.arange(0, 64), tl.arange(0, D), tl.arange(0, 4), 4 * tl.arange(0, 16)
-
-    # Sums of g are taken inside blocks of 16, and of whole blocks: a difference of two long sums would lose digits.
-    rate, bias = tl.exp(tl.load(A_log + h).to(tl.float32)), tl.load(dt_bias + h * D + ch).to(tl.float32)
     r += row * R_ROW + h * D
-    g0 = _log_decay(r, bias, rate, lower_bound, quad, rows, R_ROW, D, GATE)
-    g1 = g0 + _log_decay(r, bias, rate, lower_bound, quad + 1, rows, R_ROW, D, GATE)
-    g2 = g1 + _log_decay(r, bias, rate, lower_bound, quad + 2, rows, R_ROW, D, GATE)
-    g3 = g2 + _log_decay(r, bias, rate, lower_bound, quad + 3, rows, R_ROW, D, GATE)
-    quads = tl.reshape(g3, [4, 4, D])
-    total, lead = tl.sum(quads, 1), tl.cumsum(quads, 1) - quads  # of a block [4, D]; before four tokens, from its start
-    if GATE == "bounded":  # from the middle of each 32 tokens
-        lead -= tl.where((block % 2 == 0)[:, None, None], total[:, None, :], 0.0)
-    lead = tl.reshape(lead, [16, D])
-    G = tl.reshape(_interleave(g0 + lead, g1 + lead, g2 + lead, g3 + lead, D), [4, 16, D])
-
-    k = _conv_silu(qkv + HD, conv + HD, conv_weight + HD * 4, rows, text, known, ROW, TAP, D)
-    k = tl.reshape(k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None], [4, 16, D])
-    q = _conv_silu(qkv, conv, conv_weight, rows, text, known, ROW, TAP, D)
-    q = tl.reshape(q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * D**-0.5)[:, None], [4, 16, D])
-
-    # Pair products A_ij = <k_i e^{G_i - G_j}, k_j>, and P_ij with q_i. An exponent spans 16 tokens, or is negative.
-    over, under = block[:, None], block[None, :]
-    if GATE == "bounded":  # at five a token, to and back are within e^-80 and e^80
-        to, back = tl.exp(G), tl.exp(-G)
-        first_half = tl.exp(tl.sum(tl.where(over == 1, total, 0.0), 0))  # from the first middle to token 32,
-        second_half = tl.exp(tl.sum(tl.where(over == 2, total, 0.0), 0))  # and on to the second middle
-        left_k, left_q, right = k * to, q * to, k * back
-        near = tl.trans(tl.reshape(right.to(dtype), [64, D]))
-        far = tl.trans(tl.reshape((right * first_half).to(dtype), [64, D]))
-        A = tl.dot(tl.reshape(left_k.to(dtype), [64, D]), near, input_precision=PRECISION)
-        P = tl.dot(tl.reshape(left_q.to(dtype), [64, D]), near, input_precision=PRECISION)
-        A2 = tl.dot(tl.reshape((left_k * second_half).to(dtype), [64, D]), far, input_precision=PRECISION)
-        P2 = tl.dot(tl.reshape((left_q * second_half).to(dtype), [64, D]), far, input_precision=PRECISION)
-        same = i[:, None] // 32 == i[None, :] // 32
-        A, P = tl.where(same, A, A2), tl.where(same, P, P2)
-        middle = over - over % 2
-        before, behind = _sums(total, under <= middle), _sums(total, under > middle)
-    else:
-        A, P = _exact_pairs(k, k, G), _exact_pairs(q, k, G)
-        to, back = tl.exp(G), tl.exp(total[:, None, :] - G)
-        left_k, left_q = tl.reshape((k * to).to(dtype), [64, D]), tl.reshape((q * to).to(dtype), [64, D])
-        for a in tl.static_range(1, 4):  # the exponent is split at the start of i's block, a
-            between = tl.exp(_sums(total, (under > over) & (under < a)))
-            right = tl.trans(tl.reshape((k * back * between[:, None, :]).to(dtype), [64, D]))
-            here = (i[:, None] // 16 == a) & (i[None, :] // 16 < a)
-            A = tl.where(here, tl.dot(left_k, right, input_precision=PRECISION), A)
-            P = tl.where(here, tl.dot(left_q, right, input_precision=PRECISION), P)
-        before, behind = _sums(total, under < over), _sums(total, under > over)
-    beta = tl.sigmoid(tl.load(b + (row + i) * B_ROW + h, mask=i < rows, other=0.0).to(tl.float32))
-    beta = tl.where(i < rows, beta, 0.0)
-
     index = chunk.to(tl.int64) * HEADS + h
-    tile, square = i[:, None] * D + ch, i[:, None] * 64 + i
-    tl.store(pairs + index * 64 * 64 + square, A * beta[:, None], mask=i[:, None] // 16 >= i // 16)
-    tl.store(decay + index * D + ch, tl.exp(tl.sum(total, 0)))
+    pairs += index * 64 * 64
     scratch += index * (4 * 64 * D + 2 * 64 * 64)
-    tl.store(_fine(scratch + 4 * 64 * D) + square, _round(tl.where(i[:, None] >= i, P, 0.0), dtype))
-    to *= tl.exp(before)[:, None, :]
-    tl.store(scratch + tile, (tl.reshape(k * to, [64, D]) * -beta[:, None]).to(dtype))
-    tl.store(scratch + 64 * D + tile, tl.reshape(q * to, [64, D]).to(dtype))
-    tl.store(
-        _fine(scratch + 2 * 64 * D) + tile, _round(tl.reshape(k * back * tl.exp(behind)[:, None, :], [64, D]), dtype)
-    )
-    v = _conv_silu(qkv + 2 * HD, conv + 2 * HD, conv_weight + 2 * HD * 4, rows, text, known, ROW, TAP, D)
-    tl.store(scratch + 3 * 64 * D + ch[:, None] * 64 + i, tl.trans((v * beta[:, None]).to(dtype)))
+
+    ch, i, both, block = tl.arange(0, D), tl.arange(0, 32), tl.arange(0, 64)[:, None], tl.arange(0, 2)[:, None, None]
+    rate, bias = tl.exp(tl.load(A_log + h).to(tl.float32)), tl.load(dt_bias + h * D + ch).to(tl.float32)
+    tile, square = i[:, None] * D + ch, both % 32 * 64 + i
+    to_end = _narrow(tl.zeros([32, D], tl.float32), dtype)  # k e^{..} of the half before, to its end
+    so_far = tl.full([D], 1.0, tl.float32)
+    for half in range(2):
+        at = 32 * half + i
+        beta = tl.load(b + (row + at) * B_ROW + h, mask=at < rows, other=-1000.0)  # 0 behind the end
+        beta = tl.sigmoid(beta.to(tl.float32))[:, None]
+        G, one, two = _decays(r, bias, rate, lower_bound, half, rows, R_ROW, D, GATE)
+        k = _conv_silu(qkv + HD, conv + HD, conv_weight + HD * 4, half, rows, text, known, ROW, TAP, D)
+        k = tl.reshape(k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None], [2, 16, D])
+        q = _conv_silu(qkv, conv, conv_weight, half, rows, text, known, ROW, TAP, D)
+        q = tl.reshape(q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * D**-0.5)[:, None], [2, 16, D])
+
+        # Pair products A_ij = <k_i e^{G_i - G_j}, k_j>, and P_ij with q_i. An exponent spans 16 tokens, or is negative.
+        one, two = tl.exp2(one), tl.exp2(two)
+        if GATE == "bounded":  # at five a token, to and back are within e^-80 and e^80
+            to, back = tl.exp2(G), tl.exp2(-G)
+            before, behind = one[None, None, :], two[None, None, :]
+        else:
+            end = tl.sum(tl.where(tl.arange(0, 16)[:, None] == 15, G, 0.0), 1)
+            to, back = tl.exp2(G), tl.exp2(end[:, None, :] - G)
+            before, behind = tl.where(block == 1, one, 1.0), tl.where(block == 0, two, 1.0)
+        left_k, left_q, right = k * to, q * to, k * back
+        left = tl.reshape(_stack(left_k.to(dtype), left_q.to(dtype), D), [64, D])  # A and P are one product
+        near = tl.dot(left, tl.trans(tl.reshape(right.to(dtype), [32, D])), input_precision=PRECISION)
+        if GATE != "bounded":
+            near = tl.where(both % 32 // 16 > i // 16, near, 0.0) + _exact_pairs(_stack(k, q, D), k, G)
+        from_k, from_q = left_k * before, left_q * before
+        left = tl.reshape(_stack(_narrow(from_k, dtype), _narrow(from_q, dtype), D), [64, D])
+        far = tl.dot(left, tl.trans(to_end), input_precision=PRECISION)  # of the first half zeros, above the diagonal
+        here, there = 32 * half * 65 + square, 32 * half * 63 + 32 + square
+        token = 32 * half + both % 32
+        scale = tl.sigmoid(tl.load(b + (row + token) * B_ROW + h, mask=token < rows, other=-1000.0).to(tl.float32))
+        tl.store(pairs + here, near * scale, mask=both < 32)
+        tl.store(pairs + there, far * scale, mask=both < 32)
+        P = _fine(scratch + 4 * 64 * D)
+        tl.store(P + here, _narrow(tl.where(both % 32 >= i, near, 0.0), dtype), mask=both >= 32)
+        tl.store(P + there, _narrow(far, dtype), mask=both >= 32)
+
+        out = scratch + 32 * D * half
+        tl.store(out + tile, (tl.reshape(from_k * so_far, [32, D]) * -beta).to(dtype))
+        tl.store(out + 64 * D + tile, tl.reshape(from_q * so_far, [32, D]).to(dtype))
+        whole = one * two
+        last = _narrow(to_end.to(tl.float32) * whole, dtype)
+        tl.store(_fine(scratch + 2 * 64 * D) + tile, last, mask=(tile >= 0) & (half == 1))
+        to_end = _narrow(tl.reshape(right * behind, [32, D]), dtype)
+        so_far *= whole
+        v = _conv_silu(qkv + 2 * HD, conv + 2 * HD, conv_weight + 2 * HD * 4, half, rows, text, known, ROW, TAP, D)
+        tl.store(scratch + 3 * 64 * D + ch[:, None] * 64 + at, tl.trans((v * beta).to(dtype)))
+    tl.store(_fine(scratch + 2 * 64 * D) + 32 * D + tile, to_end)
+    tl.store(decay + index * D + ch, so_far)
 
     if tl.load(table + chunk * 4 + 3) != 0:  # the last inputs of a sequence; only the scan may write pages
         windows += tl.load(table + chunk * 4 + 2).to(tl.int64) * 3 * 3 * HD + h * D
@@ -227,7 +267,7 @@ def _prepare_kernel(
 
 @triton.jit
 def _inverse_kernel(pairs, scratch, HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
-    """T = (I + A)^-1 of the strictly lower triangles A [64, 64] in float32, rounded at the end. By doubling of the
+    """T = (I + A)^-1 of the strictly lower triangle of A [64, 64] in float32, rounded at the end. By doubling of the
     blocks whose inverse is known, which is as stable as substitution: no power of A is ever taken, so nothing grows and
     cancels where keys are alike.
     """
@@ -279,10 +319,10 @@ def _page_state(S, src, past, seq, at, SRC: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["groups", "length"])
 def _scan_kernel(
-    scratch, decay, gate, out, o_norm, S, conv, windows, states, src, dst, past, table, chains, groups, length,
-    eps, GATE_ROW: tl.constexpr, SRC: tl.constexpr, DST: tl.constexpr, PAGE: tl.constexpr, CONV: tl.constexpr,
-    TAP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    scratch, decay, out, S, conv, windows, states, src, dst, past, table, chains, groups, length,
+    SRC: tl.constexpr, DST: tl.constexpr, PAGE: tl.constexpr, CONV: tl.constexpr, TAP: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """MODE "pages": whole texts; "maps": groups, as maps; "entered": groups, from the states they are entered with.
 
@@ -320,22 +360,13 @@ def _scan_kernel(
         U = _round(tl.dot(error, tl.trans(T), input_precision=PRECISION), dtype)
         if MODE != "maps":
             row, rows = tl.load(table + chunk * 4).to(tl.int64), tl.load(table + chunk * 4 + 1)
-            to = i[:, None] * GATE_ROW + v
-            if TILE == D:
-                z = tl.load(gate + row * GATE_ROW + h * D + to, mask=(i < rows)[:, None], other=0.0)
             q = tl.load(this + 64 * D + i[:, None] * D + ch)
             P = tl.load(_fine(this + 4 * 64 * D) + i[:, None] * 64 + i)
             o = tl.dot(left, tl.trans(q), input_precision=PRECISION)
             o = tl.dot(U, tl.trans(P), acc=o, input_precision=PRECISION)
         state = tl.dot(U, k, acc=state * kept, input_precision=PRECISION)
         if MODE != "maps":
-            if TILE == D:
-                o *= tl.rsqrt(tl.sum(o * o, 0) / D + eps)
-                o *= tl.load(o_norm + v)[:, None]
-                y = tl.trans(o) * tl.sigmoid(z.to(tl.float32))
-            else:
-                y = tl.trans(o)
-            tl.store(out + (row + i[:, None]) * HD + h * D + v, y.to(dtype), mask=(i < rows)[:, None])
+            tl.store(out + (row + i[:, None]) * HD + h * D + v, tl.trans(o.to(dtype)), mask=(i < rows)[:, None])
             if tl.load(table + chunk * 4 + 3) != 0:
                 seq = tl.load(table + chunk * 4 + 2)
                 page = tl.load(dst + seq * DST)
@@ -375,7 +406,7 @@ def _carry_kernel(
 def _norm_kernel(
     out, gate, o_norm, N, eps, GATE_ROW: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
 ):
-    """RMSNorm(o) * sigmoid(gate) in place, where several programs of the scan made a head."""
+    """RMSNorm(o) * sigmoid(gate) in place: several programs of the scan made a head."""
     row, ch = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, D)
     at, real = tl.program_id(0) * D + ch, row < N
     o = tl.load(out + row * HEADS * D + at, mask=real, other=0.0).to(tl.float32)
@@ -417,34 +448,33 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     exact = wide or not w.lower_bound or w.lower_bound < -5  # float32 keeps its digits only without splits
     gate_kind = "free" if not w.lower_bound else "deep" if exact else "bounded"
     precision = WIDE_PRECISION if wide else "ieee"
-    solve = "ieee" if wide or torch.version.hip else "tf32x3"
     _prepare_kernel[heads, chunks](
         qkv, r, b, w.conv, w.A_log, w.dt_bias, conv, src, part.past, table, chains, scratch, pairs, decay, windows,
         texts, w.lower_bound or 0.0,
         qkv.stride(0), r.stride(0), b.stride(0), src.stride(0), conv.stride(0), conv.stride(1),
-        heads, d, gate_kind, precision, **PREPARE,
+        heads, d, gate_kind, precision, **(PREPARE_WIDE if wide else PREPARE),
     )  # fmt: skip
-    _inverse_kernel[heads, chunks](pairs, scratch, heads, d, solve, **INVERSE)
+    _inverse_kernel[heads, chunks](pairs, scratch, heads, d, WIDE_PRECISION if wide else SOLVE_PRECISION, **INVERSE)
     length, groups = groups_of(texts, heads, _longest(part))
-    tile = min(d, SCAN_TILE)
+    launch = SCAN_WIDE if wide else SCAN
+    launch = launch | dict(TILE=min(d, launch["TILE"]))
 
     def scan(mode, tiles):
         _scan_kernel[tiles, heads, texts * groups](
-            scratch, decay, gate, out, w.o_norm, S, conv, windows, states, src, dst, part.past, table, chains, groups,
-            length, w.eps, gate.stride(0), src.stride(0), dst.stride(0), S.stride(0), conv.stride(0), conv.stride(1),
-            heads, d, tile, mode, precision, **(SCAN_WIDE if wide else SCAN),
+            scratch, decay, out, S, conv, windows, states, src, dst, part.past, table, chains, groups, length,
+            src.stride(0), dst.stride(0), S.stride(0), conv.stride(0), conv.stride(1),
+            heads, d, mode, precision, **launch,
         )  # fmt: skip
 
     states = new(texts * groups if groups > 1 else 0, heads, 3, d, d, dtype=torch.float32)
     if groups > 1:
-        scan("maps", 2 * d // tile)
+        scan("maps", 2 * d // launch["TILE"])
         _carry_kernel[d // 32, heads, texts](
             states, S, src, part.past, table, chains, groups, length, src.stride(0), S.stride(0), heads, d, 32,
             WIDE_PRECISION, num_stages=1,
         )  # fmt: skip
-    scan("entered" if groups > 1 else "pages", d // tile)
-    if tile < d:
-        _norm_kernel[heads, triton.cdiv(N, 32)](out, gate, w.o_norm, N, w.eps, gate.stride(0), heads, d, 32)
+    scan("entered" if groups > 1 else "pages", d // launch["TILE"])
+    _norm_kernel[heads, triton.cdiv(N, 32)](out, gate, w.o_norm, N, w.eps, gate.stride(0), heads, d, 32)
     return out
 
 

@@ -163,7 +163,7 @@ def test_pieces_that_follow(past):
 def test_groups_of_chunks(monkeypatch, tile):
     """Two passes, and several programs of the scan per head."""
     monkeypatch.setattr(triton_kda, "groups_of", lambda texts, heads, chunks: (2, -(-chunks // 2)))
-    monkeypatch.setattr(triton_kda, "SCAN_TILE", tile)
+    monkeypatch.setitem(triton_kda.SCAN_WIDE, "TILE", tile)
     check([200, 1, 70, 20], follows={1, 3}, h=1)
 
 
@@ -217,9 +217,8 @@ def compile_kernel(kernel, dtype, launch, **constants):
     constants = sizes | dict(HEADS=96, D=128, ROWS=32) | constants
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
     signature = {k: v for k, v in signature.items() if k not in constants}
-    options = {k: v for k, v in launch.items() if k != "STAGES"}
-    if "STAGES" in kernel.arg_names:
-        constants["STAGES"] = launch["STAGES"]
+    options = {k: v for k, v in launch.items() if k not in ("STAGES", "TILE", "maxnreg")}  # gfx950 has no maxnreg
+    constants |= {k: v for k, v in launch.items() if k in ("STAGES", "TILE")}
     return compile_for_all(kernel, signature, constants, **options)
 
 
@@ -227,8 +226,8 @@ def compile_kernel(kernel, dtype, launch, **constants):
 def test_compiles_for_bfloat16():
     built = compile_kernel(triton_kda._prepare_kernel, "bf16", triton_kda.PREPARE, GATE="bounded", PRECISION="ieee")
     assert "wgmma" in built["sm_90"].asm["ptx"]
-    compile_kernel(triton_kda._inverse_kernel, "bf16", triton_kda.INVERSE, PRECISION="ieee")
-    built = compile_kernel(triton_kda._scan_kernel, "bf16", triton_kda.SCAN, TILE=128, MODE="pages", PRECISION="ieee")
+    compile_kernel(triton_kda._inverse_kernel, "bf16", triton_kda.INVERSE, PRECISION=triton_kda.SOLVE_PRECISION)
+    built = compile_kernel(triton_kda._scan_kernel, "bf16", triton_kda.SCAN, MODE="pages", PRECISION="ieee")
     assert "wgmma" in built["sm_90"].asm["ptx"] and built["sm_90"].metadata.shared <= 227 * 1024
 
 
