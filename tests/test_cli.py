@@ -74,7 +74,7 @@ def test_a_process(folder, wanted, tmp_path):
     texts = [wanted(p, max_tokens=8) for p in ("abc", "Once upon")]
     assert out == "".join(text + "\n" for text in texts)
     assert "Traceback" not in err and "Warning" not in err
-    for op in ("attnres", "experts", "kda", "mla_decode", "mla_prefill", "router"):
+    for op in ("attnres", "experts", "kda_prefill", "kda_decode", "mla_decode", "mla_prefill", "router"):
         assert any(line.split()[:3] == ["op", op, "torch"] for line in err.splitlines()), err
     for part in (
         "prompt          12 tokens",
