@@ -16,6 +16,9 @@ from sampling import FILTERS, draw
 SYNC_FREE = ("kda_decode", "latent_write", "mla_decode", "experts", "router")  # in PyTorch shapes depend on data
 
 
+PADDING = dict(zip(FILTERS, (0.0, 1.0, 1.0, 0.0, 0.5))) | {"ids": 0, "past": 0}  # a greedy row; no pages: below 0
+
+
 def bucket(n):
     """The number of sequences that a graph for n is captured with: 1, 2, 4, 8, then multiples of 8."""
     return 1 << (n - 1).bit_length() if n <= 8 else -(-n // 8) * 8
@@ -76,7 +79,7 @@ class Graph:
         self.copied.synchronize()  # the host buffer may still be read
         x, n, P = self.rows, len(chunks), self.pool.page_size
         for name, part in x.items():
-            part.fill(0 if name in ("ids", "past", *FILTERS) else -1)
+            part.fill(PADDING.get(name, -1))
         x["ids"][:n] = ids
         for i, c in enumerate(chunks):
             used = c.past // P + 1

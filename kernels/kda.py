@@ -417,7 +417,7 @@ def _norm_kernel(
 
 def groups_of(texts, heads, chunks):
     """-> chunks per group and groups per text, for texts of at most so many chunks; 1 group: one pass is faster."""
-    groups = min(SMS // (texts * heads), chunks // 4)
+    groups = min(SMS // (texts * heads), chunks // 32)
     length = -(-chunks // groups) if groups > 3 else chunks
     return length, -(-chunks // length)
 
