@@ -87,7 +87,7 @@ def _prefill_kernel(
     """One head of one tile of queries over the keys of its text that this pass holds.
 
     q [rows, h, n+p]; kv [L, h, n+v], rows [L, r+p]: the pass; out [rows, h, v]; state [rows, h, v] and sums [2, rows,
-    h] float32: acc, peak and total of a text that is cut; tiles: see `plan`. N, P, V: n, p, v rounded up to a power of two.
+    h] float32: acc, peak and total of a text that is cut; tiles: see `plan`. N, P, V: n, p, v up to a power of two.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     row, count, past = tl.load(tiles + 6 * tile), tl.load(tiles + 6 * tile + 1), tl.load(tiles + 6 * tile + 2)
