@@ -97,32 +97,38 @@ def _input(x, page, at, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr,
     """Raw inputs [len(at), D] at rows `at` of the chunk: of the text, which begins at row `text`, or of its page."""
     row = tl.where(at[:, None] < text, page + (at - text + 3)[:, None] * TAP, x + at[:, None] * ROW)
     there = (at < rows) & ((at >= text) | known)
-    return tl.load(row + tl.arange(0, D), mask=there[:, None], other=0.0).to(tl.float32)
+    return tl.load(row + tl.arange(0, D), mask=there[:, None], other=0.0)
 
 
 @triton.jit
 def _own(x, at, rows, ROW: tl.constexpr, D: tl.constexpr):
     """The same where at >= 0: of no page."""
-    return tl.load(x + at[:, None] * ROW + tl.arange(0, D), mask=(at < rows)[:, None], other=0.0).to(tl.float32)
+    return tl.load(x + at[:, None] * ROW + tl.arange(0, D), mask=(at < rows)[:, None], other=0.0)
 
 
 @triton.jit
-def _conv_silu(x, page, weight, half, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
-    """SiLU of the causal convolution of half a chunk -> [32, D] float32; behind the text's end anything finite. x,
-    page, weight: the chunk's first row, the page's and the taps of the head's first channel.
+def _window(x, page, weight, half, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
+    """What the convolution of half a chunk reads: the taps, and rows 4 g - 3 to 4 g + 3 [8, D] each. x, page, weight:
+    the chunk's first row, the page's and the taps of the head's first channel.
     """
     g = 32 * half + 4 * tl.arange(0, 8)
-    w = tl.reshape(tl.load(weight + tl.arange(0, 4 * D)).to(tl.float32), [D, 2, 2])
-    even, odd = tl.split(w)
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
     a = _input(x, page, g - 3, rows, text, known, ROW, TAP, D)
     b = _input(x, page, g - 2, rows, text, known, ROW, TAP, D)
     c = _input(x, page, g - 1, rows, text, known, ROW, TAP, D)
-    x0 = _own(x, g, rows, ROW, D)
-    x1 = _own(x, g + 1, rows, ROW, D)
-    x2 = _own(x, g + 2, rows, ROW, D)
-    x3 = _own(x, g + 3, rows, ROW, D)
+    x0, x1 = _own(x, g, rows, ROW, D), _own(x, g + 1, rows, ROW, D)
+    x2, x3 = _own(x, g + 2, rows, ROW, D), _own(x, g + 3, rows, ROW, D)
+    return tl.load(weight + tl.arange(0, 4 * D)), a, b, c, x0, x1, x2, x3
+
+
+@triton.jit
+def _conv_silu(window, D: tl.constexpr):
+    """SiLU of the causal convolution -> [32, D] float32; behind the text's end anything finite."""
+    w, a, b, c, x0, x1, x2, x3 = window
+    even, odd = tl.split(tl.reshape(w.to(tl.float32), [D, 2, 2]))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    a, b, c, x0 = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), x0.to(tl.float32)
+    x1, x2, x3 = x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     y0, y1 = w0 * a + w1 * b + w2 * c + w3 * x0, w0 * b + w1 * c + w2 * x0 + w3 * x1
     y2, y3 = w0 * c + w1 * x0 + w2 * x1 + w3 * x2, w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
     y = _interleave(y0, y1, y2, y3, D)
@@ -130,29 +136,29 @@ def _conv_silu(x, page, weight, half, rows, text, known, ROW: tl.constexpr, TAP:
 
 
 @triton.jit
-def _log_decay(r, bias, rate, lower_bound, at, rows, ROW: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr):
-    """log2 of the gates [8, D] of rows `at` of the chunk; 0 behind its end. r: the chunk's first row."""
-    z = _own(r, at, rows, ROW, D) + bias
+def _log_decay(r, bias, rate, lower_bound, real, GATE: tl.constexpr):
+    """log2 of the gates, r [8, D]; 0 where no token is real [8]."""
+    z = r.to(tl.float32) + bias
     if GATE == "free":
         y = tl.exp(tl.minimum(z, 20.0))
         log1p = tl.where(y < 0.01, y * (1 - y * (0.5 - y * (1 / 3 - y / 4))), tl.log(1 + y))
         g = (-1.4426950408889634 * rate) * tl.where(z > 20, z, log1p)
     else:
         g = (1.4426950408889634 * lower_bound) * _sigmoid(rate * z)
-    return tl.where((at < rows)[:, None], g, 0.0)
+    return tl.where(real[:, None], g, 0.0)
 
 
 @triton.jit
-def _decays(r, bias, rate, lower_bound, half, rows, ROW: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr):
-    """log2 of the decays of half a chunk: G [2, 16, D], from the start of each block of 16 tokens to behind a token, or
-    in "bounded" from the middle between both; and the sums of the two blocks [D]. Sums are taken inside blocks, and of
-    whole blocks: a difference of two long sums would lose digits.
+def _decays(r0, r1, r2, r3, bias, rate, lower_bound, half, rows, D: tl.constexpr, GATE: tl.constexpr):
+    """log2 of the decays of half a chunk, r0 to r3 [8, D] -> G [2, 16, D], from the start of each block of 16 tokens to
+    behind a token, or in "bounded" from the middle between both; and the sums of the two blocks [D]. Sums are taken
+    inside blocks, and of whole blocks: a difference of two long sums would lose digits.
     """
     at, second = 32 * half + 4 * tl.arange(0, 8), tl.arange(0, 2)[:, None] == 1
-    g0 = _log_decay(r, bias, rate, lower_bound, at, rows, ROW, D, GATE)
-    g1 = g0 + _log_decay(r, bias, rate, lower_bound, at + 1, rows, ROW, D, GATE)
-    g2 = g1 + _log_decay(r, bias, rate, lower_bound, at + 2, rows, ROW, D, GATE)
-    g3 = g2 + _log_decay(r, bias, rate, lower_bound, at + 3, rows, ROW, D, GATE)
+    g0 = _log_decay(r0, bias, rate, lower_bound, at < rows, GATE)
+    g1 = g0 + _log_decay(r1, bias, rate, lower_bound, at + 1 < rows, GATE)
+    g2 = g1 + _log_decay(r2, bias, rate, lower_bound, at + 2 < rows, GATE)
+    g3 = g2 + _log_decay(r3, bias, rate, lower_bound, at + 3 < rows, GATE)
     quads = tl.reshape(g3, [2, 4, D])
     total, lead = tl.sum(quads, 1), tl.cumsum(quads, 1) - quads  # of a block; before four tokens, from its start
     if GATE == "bounded":
@@ -210,14 +216,21 @@ def _prepare_kernel(
     so_far = tl.full([D], 1.0, tl.float32)
     for half in range(2):
         at = 32 * half + i
+        # Loads before the barriers that they could not cross: several latencies become one.
+        g = 32 * half + 4 * tl.arange(0, 8)
+        r0, r1 = _own(r, g, rows, R_ROW, D), _own(r, g + 1, rows, R_ROW, D)
+        r2, r3 = _own(r, g + 2, rows, R_ROW, D), _own(r, g + 3, rows, R_ROW, D)
+        k = _window(qkv + HD, conv + HD, conv_weight + HD * 4, half, rows, text, known, ROW, TAP, D)
+        q = _window(qkv, conv, conv_weight, half, rows, text, known, ROW, TAP, D)
         beta = tl.load(b + (row + at) * B_ROW + h, mask=at < rows, other=-1000.0)  # 0 behind the end
         beta = tl.sigmoid(beta.to(tl.float32))[:, None]
-        G, one, two = _decays(r, bias, rate, lower_bound, half, rows, R_ROW, D, GATE)
-        k = _conv_silu(qkv + HD, conv + HD, conv_weight + HD * 4, half, rows, text, known, ROW, TAP, D)
+        G, one, two = _decays(r0, r1, r2, r3, bias, rate, lower_bound, half, rows, D, GATE)
+        k = _conv_silu(k, D)
         k = tl.reshape(k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None], [2, 16, D])
-        q = _conv_silu(qkv, conv, conv_weight, half, rows, text, known, ROW, TAP, D)
+        q = _conv_silu(q, D)
         q = tl.reshape(q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * D**-0.5)[:, None], [2, 16, D])
 
+        v = _window(qkv + 2 * HD, conv + 2 * HD, conv_weight + 2 * HD * 4, half, rows, text, known, ROW, TAP, D)
         # Pair products A_ij = <k_i e^{G_i - G_j}, k_j>, and P_ij with q_i. An exponent spans 16 tokens, or is negative.
         one, two = tl.exp2(one), tl.exp2(two)
         if GATE == "bounded":  # at five a token, to and back are within e^-80 and e^80
@@ -252,8 +265,8 @@ def _prepare_kernel(
         tl.store(_fine(scratch + 2 * 64 * D) + tile, last, mask=(tile >= 0) & (half == 1))
         to_end = _narrow(tl.reshape(right * behind, [32, D]), dtype)
         so_far *= whole
-        v = _conv_silu(qkv + 2 * HD, conv + 2 * HD, conv_weight + 2 * HD * 4, half, rows, text, known, ROW, TAP, D)
-        tl.store(scratch + 3 * 64 * D + ch[:, None] * 64 + at, tl.trans((v * beta).to(dtype)))
+        v = _conv_silu(v, D) * beta
+        tl.store(scratch + 3 * 64 * D + ch[:, None] * 64 + at, tl.trans(v.to(dtype)))
     tl.store(_fine(scratch + 2 * 64 * D) + 32 * D + tile, to_end)
     tl.store(decay + index * D + ch, so_far)
 
