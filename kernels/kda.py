@@ -35,9 +35,10 @@ PREPARE_WIDE = dict(num_warps=8, num_stages=1)  # float32
 INVERSE = dict(num_warps=1, **registers(168))
 SCAN = dict(num_warps=4, STAGES=3, TILE=64)  # value channels of one program
 SCAN_WIDE = dict(num_warps=8, STAGES=1, TILE=128)
+CARRY = dict(num_warps=8, num_stages=2)
 # Products of float32 as six of bfloat16 parts: exact to 2^-24, on tensor cores. As FMAs ("ieee") they spill registers.
 WIDE_PRECISION = "ieee" if kernels.interpreted() else "bf16x6"
-SOLVE_PRECISION = "ieee" if kernels.interpreted() else "bf16x3"  # to 2^-16, below the rounding of T to float16
+SOLVE_PRECISION = "ieee" if kernels.interpreted() else "bf16x3"  # to 2^-16, below the rounding of T and S to 16 bits
 
 
 @triton.jit
@@ -60,17 +61,15 @@ def _fine(pointer):
 
 
 @triton.jit
-def _round(x, dtype: tl.constexpr):
-    """x for products of `_fine` operands, none of which is near the ends of float16."""
-    if dtype == tl.bfloat16:
-        x = tl.clamp(x, -65504.0, 65504.0).to(tl.float16)
-    return x
+def _narrow(x, dtype: tl.constexpr):
+    """x, in the range of float16, for products with `_fine` operands."""
+    return x.to(tl.float16) if dtype == tl.bfloat16 else x
 
 
 @triton.jit
-def _narrow(x, dtype: tl.constexpr):
-    """x, known to be in the range of float16, as an operand beside `_fine` ones."""
-    return x.to(tl.float16) if dtype == tl.bfloat16 else x
+def _round(x, dtype: tl.constexpr):
+    """The same of any x, none of which is near the ends of float16 but by a fault."""
+    return _narrow(tl.clamp(x, -65504.0, 65504.0) if dtype == tl.bfloat16 else x, dtype)
 
 
 @triton.jit
@@ -215,9 +214,8 @@ def _prepare_kernel(
     to_end = _narrow(tl.zeros([32, D], tl.float32), dtype)  # k e^{..} of the half before, to its end
     so_far = tl.full([D], 1.0, tl.float32)
     for half in range(2):
-        at = 32 * half + i
+        at, g = 32 * half + i, 32 * half + 4 * tl.arange(0, 8)
         # Loads before the barriers that they could not cross: several latencies become one.
-        g = 32 * half + 4 * tl.arange(0, 8)
         r0, r1 = _own(r, g, rows, R_ROW, D), _own(r, g + 1, rows, R_ROW, D)
         r2, r3 = _own(r, g + 2, rows, R_ROW, D), _own(r, g + 3, rows, R_ROW, D)
         k = _window(qkv + HD, conv + HD, conv_weight + HD * 4, half, rows, text, known, ROW, TAP, D)
@@ -425,7 +423,7 @@ def _norm_kernel(
     o = tl.load(out + row * HEADS * D + at, mask=real, other=0.0).to(tl.float32)
     z = tl.load(gate + row * GATE_ROW + at, mask=real, other=0.0).to(tl.float32)
     o *= tl.rsqrt(tl.sum(o * o, 1) / D + eps)[:, None] * tl.load(o_norm + ch)
-    tl.store(out + row * HEADS * D + at, (o * tl.sigmoid(z)).to(out.dtype.element_ty), mask=real)
+    tl.store(out + row * HEADS * D + at, (o * _sigmoid(z)).to(out.dtype.element_ty), mask=real)
 
 
 def groups_of(texts, heads, chunks):
@@ -460,14 +458,14 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     wide = qkv.dtype == torch.float32
     exact = wide or not w.lower_bound or w.lower_bound < -5  # float32 keeps its digits only without splits
     gate_kind = "free" if not w.lower_bound else "deep" if exact else "bounded"
-    precision = WIDE_PRECISION if wide else "ieee"
+    precision, solve = (WIDE_PRECISION, WIDE_PRECISION) if wide else ("ieee", SOLVE_PRECISION)
     _prepare_kernel[heads, chunks](
         qkv, r, b, w.conv, w.A_log, w.dt_bias, conv, src, part.past, table, chains, scratch, pairs, decay, windows,
         texts, w.lower_bound or 0.0,
         qkv.stride(0), r.stride(0), b.stride(0), src.stride(0), conv.stride(0), conv.stride(1),
         heads, d, gate_kind, precision, **(PREPARE_WIDE if wide else PREPARE),
     )  # fmt: skip
-    _inverse_kernel[heads, chunks](pairs, scratch, heads, d, WIDE_PRECISION if wide else SOLVE_PRECISION, **INVERSE)
+    _inverse_kernel[heads, chunks](pairs, scratch, heads, d, solve, **INVERSE)
     length, groups = groups_of(texts, heads, _longest(part))
     launch = SCAN_WIDE if wide else SCAN
     launch = launch | dict(TILE=min(d, launch["TILE"]))
@@ -484,7 +482,7 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
         scan("maps", 2 * d // launch["TILE"])
         _carry_kernel[d // 32, heads, texts](
             states, S, src, part.past, table, chains, groups, length, src.stride(0), S.stride(0), heads, d, 32,
-            WIDE_PRECISION, num_stages=1,
+            solve, **CARRY,
         )  # fmt: skip
     scan("entered" if groups > 1 else "pages", d // launch["TILE"])
     _norm_kernel[heads, triton.cdiv(N, 32)](out, gate, w.o_norm, N, w.eps, gate.stride(0), heads, d, 32)
