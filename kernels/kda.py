@@ -100,9 +100,13 @@ def _input(x, page, at, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr,
 
 
 @triton.jit
-def _own(x, at, rows, ROW: tl.constexpr, D: tl.constexpr):
-    """The same where at >= 0: of no page."""
-    return tl.load(x + at[:, None] * ROW + tl.arange(0, D), mask=(at < rows)[:, None], other=0.0)
+def _quads(x, half, rows, ROW: tl.constexpr, D: tl.constexpr):
+    """Rows 4 g, 4 g + 1, 4 g + 2 and 4 g + 3 of half a chunk, [8, D] each."""
+    at = 32 * half + 4 * tl.arange(0, 8)[:, None]
+    x += at * ROW + tl.arange(0, D)
+    x0, x1 = tl.load(x, mask=at < rows, other=0.0), tl.load(x + ROW, mask=at + 1 < rows, other=0.0)
+    x2, x3 = tl.load(x + 2 * ROW, mask=at + 2 < rows, other=0.0), tl.load(x + 3 * ROW, mask=at + 3 < rows, other=0.0)
+    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -114,15 +118,14 @@ def _window(x, page, weight, half, rows, text, known, ROW: tl.constexpr, TAP: tl
     a = _input(x, page, g - 3, rows, text, known, ROW, TAP, D)
     b = _input(x, page, g - 2, rows, text, known, ROW, TAP, D)
     c = _input(x, page, g - 1, rows, text, known, ROW, TAP, D)
-    x0, x1 = _own(x, g, rows, ROW, D), _own(x, g + 1, rows, ROW, D)
-    x2, x3 = _own(x, g + 2, rows, ROW, D), _own(x, g + 3, rows, ROW, D)
-    return tl.load(weight + tl.arange(0, 4 * D)), a, b, c, x0, x1, x2, x3
+    return tl.load(weight + tl.arange(0, 4 * D)), a, b, c, _quads(x, half, rows, ROW, D)
 
 
 @triton.jit
 def _conv_silu(window, D: tl.constexpr):
     """SiLU of the causal convolution -> [32, D] float32; behind the text's end anything finite."""
-    w, a, b, c, x0, x1, x2, x3 = window
+    w, a, b, c, quads = window
+    x0, x1, x2, x3 = quads
     even, odd = tl.split(tl.reshape(w.to(tl.float32), [D, 2, 2]))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
@@ -148,11 +151,12 @@ def _log_decay(r, bias, rate, lower_bound, real, GATE: tl.constexpr):
 
 
 @triton.jit
-def _decays(r0, r1, r2, r3, bias, rate, lower_bound, half, rows, D: tl.constexpr, GATE: tl.constexpr):
-    """log2 of the decays of half a chunk, r0 to r3 [8, D] -> G [2, 16, D], from the start of each block of 16 tokens to
+def _decays(quads, bias, rate, lower_bound, half, rows, D: tl.constexpr, GATE: tl.constexpr):
+    """log2 of the decays of half a chunk, from its `_quads` -> G [2, 16, D], from the start of each block of 16 to
     behind a token, or in "bounded" from the middle between both; and the sums of the two blocks [D]. Sums are taken
     inside blocks, and of whole blocks: a difference of two long sums would lose digits.
     """
+    r0, r1, r2, r3 = quads
     at, second = 32 * half + 4 * tl.arange(0, 8), tl.arange(0, 2)[:, None] == 1
     g0 = _log_decay(r0, bias, rate, lower_bound, at < rows, GATE)
     g1 = g0 + _log_decay(r1, bias, rate, lower_bound, at + 1 < rows, GATE)
@@ -214,15 +218,14 @@ def _prepare_kernel(
     to_end = _narrow(tl.zeros([32, D], tl.float32), dtype)  # k e^{..} of the half before, to its end
     so_far = tl.full([D], 1.0, tl.float32)
     for half in range(2):
-        at, g = 32 * half + i, 32 * half + 4 * tl.arange(0, 8)
+        at = 32 * half + i
         # Loads before the barriers that they could not cross: several latencies become one.
-        r0, r1 = _own(r, g, rows, R_ROW, D), _own(r, g + 1, rows, R_ROW, D)
-        r2, r3 = _own(r, g + 2, rows, R_ROW, D), _own(r, g + 3, rows, R_ROW, D)
+        rates = _quads(r, half, rows, R_ROW, D)
         k = _window(qkv + HD, conv + HD, conv_weight + HD * 4, half, rows, text, known, ROW, TAP, D)
         q = _window(qkv, conv, conv_weight, half, rows, text, known, ROW, TAP, D)
         beta = tl.load(b + (row + at) * B_ROW + h, mask=at < rows, other=-1000.0)  # 0 behind the end
         beta = tl.sigmoid(beta.to(tl.float32))[:, None]
-        G, one, two = _decays(r0, r1, r2, r3, bias, rate, lower_bound, half, rows, D, GATE)
+        G, one, two = _decays(rates, bias, rate, lower_bound, half, rows, D, GATE)
         k = _conv_silu(k, D)
         k = tl.reshape(k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None], [2, 16, D])
         q = _conv_silu(q, D)
@@ -250,7 +253,7 @@ def _prepare_kernel(
         token = 32 * half + both % 32
         scale = tl.sigmoid(tl.load(b + (row + token) * B_ROW + h, mask=token < rows, other=-1000.0).to(tl.float32))
         tl.store(pairs + here, near * scale, mask=both < 32)
-        tl.store(pairs + there, far * scale, mask=both < 32)
+        tl.store(pairs + there, far * scale, mask=(both < 32) & (half == 1))
         P = _fine(scratch + 4 * 64 * D)
         tl.store(P + here, _narrow(tl.where(both % 32 >= i, near, 0.0), dtype), mask=both >= 32)
         tl.store(P + there, _narrow(far, dtype), mask=both >= 32)
