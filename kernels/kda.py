@@ -35,9 +35,10 @@ PREPARE_WIDE = dict(num_warps=8, num_stages=1)  # float32
 INVERSE = dict(num_warps=1, **registers(168))
 SCAN = dict(num_warps=4, STAGES=3, TILE=64)  # value channels of one program
 SCAN_WIDE = dict(num_warps=8, STAGES=1, TILE=128)
+CARRY = dict(num_warps=8, num_stages=2)
 # Products of float32 as six of bfloat16 parts: exact to 2^-24, on tensor cores. As FMAs ("ieee") they spill registers.
 WIDE_PRECISION = "ieee" if kernels.interpreted() else "bf16x6"
-SOLVE_PRECISION = "ieee" if kernels.interpreted() else "bf16x3"  # to 2^-16, below the rounding of T to float16
+SOLVE_PRECISION = "ieee" if kernels.interpreted() else "bf16x3"  # to 2^-16, below the rounding of T and S to 16 bits
 
 
 @triton.jit
@@ -60,17 +61,15 @@ def _fine(pointer):
 
 
 @triton.jit
-def _round(x, dtype: tl.constexpr):
-    """x for products of `_fine` operands, none of which is near the ends of float16."""
-    if dtype == tl.bfloat16:
-        x = tl.clamp(x, -65504.0, 65504.0).to(tl.float16)
-    return x
+def _narrow(x, dtype: tl.constexpr):
+    """x, in the range of float16, for products with `_fine` operands."""
+    return x.to(tl.float16) if dtype == tl.bfloat16 else x
 
 
 @triton.jit
-def _narrow(x, dtype: tl.constexpr):
-    """x, known to be in the range of float16, as an operand beside `_fine` ones."""
-    return x.to(tl.float16) if dtype == tl.bfloat16 else x
+def _round(x, dtype: tl.constexpr):
+    """The same of any x, none of which is near the ends of float16 but by a fault."""
+    return _narrow(tl.clamp(x, -65504.0, 65504.0) if dtype == tl.bfloat16 else x, dtype)
 
 
 @triton.jit
@@ -97,32 +96,41 @@ def _input(x, page, at, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr,
     """Raw inputs [len(at), D] at rows `at` of the chunk: of the text, which begins at row `text`, or of its page."""
     row = tl.where(at[:, None] < text, page + (at - text + 3)[:, None] * TAP, x + at[:, None] * ROW)
     there = (at < rows) & ((at >= text) | known)
-    return tl.load(row + tl.arange(0, D), mask=there[:, None], other=0.0).to(tl.float32)
+    return tl.load(row + tl.arange(0, D), mask=there[:, None], other=0.0)
 
 
 @triton.jit
-def _own(x, at, rows, ROW: tl.constexpr, D: tl.constexpr):
-    """The same where at >= 0: of no page."""
-    return tl.load(x + at[:, None] * ROW + tl.arange(0, D), mask=(at < rows)[:, None], other=0.0).to(tl.float32)
+def _quads(x, half, rows, ROW: tl.constexpr, D: tl.constexpr):
+    """Rows 4 g, 4 g + 1, 4 g + 2 and 4 g + 3 of half a chunk, [8, D] each."""
+    at = 32 * half + 4 * tl.arange(0, 8)[:, None]
+    x += at * ROW + tl.arange(0, D)
+    x0, x1 = tl.load(x, mask=at < rows, other=0.0), tl.load(x + ROW, mask=at + 1 < rows, other=0.0)
+    x2, x3 = tl.load(x + 2 * ROW, mask=at + 2 < rows, other=0.0), tl.load(x + 3 * ROW, mask=at + 3 < rows, other=0.0)
+    return x0, x1, x2, x3
 
 
 @triton.jit
-def _conv_silu(x, page, weight, half, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
-    """SiLU of the causal convolution of half a chunk -> [32, D] float32; behind the text's end anything finite. x,
-    page, weight: the chunk's first row, the page's and the taps of the head's first channel.
+def _window(x, page, weight, half, rows, text, known, ROW: tl.constexpr, TAP: tl.constexpr, D: tl.constexpr):
+    """What the convolution of half a chunk reads: the taps, and rows 4 g - 3 to 4 g + 3 [8, D] each. x, page, weight:
+    the chunk's first row, the page's and the taps of the head's first channel.
     """
     g = 32 * half + 4 * tl.arange(0, 8)
-    w = tl.reshape(tl.load(weight + tl.arange(0, 4 * D)).to(tl.float32), [D, 2, 2])
-    even, odd = tl.split(w)
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
     a = _input(x, page, g - 3, rows, text, known, ROW, TAP, D)
     b = _input(x, page, g - 2, rows, text, known, ROW, TAP, D)
     c = _input(x, page, g - 1, rows, text, known, ROW, TAP, D)
-    x0 = _own(x, g, rows, ROW, D)
-    x1 = _own(x, g + 1, rows, ROW, D)
-    x2 = _own(x, g + 2, rows, ROW, D)
-    x3 = _own(x, g + 3, rows, ROW, D)
+    return tl.load(weight + tl.arange(0, 4 * D)), a, b, c, _quads(x, half, rows, ROW, D)
+
+
+@triton.jit
+def _conv_silu(window, D: tl.constexpr):
+    """SiLU of the causal convolution -> [32, D] float32; behind the text's end anything finite."""
+    w, a, b, c, quads = window
+    x0, x1, x2, x3 = quads
+    even, odd = tl.split(tl.reshape(w.to(tl.float32), [D, 2, 2]))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    a, b, c, x0 = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), x0.to(tl.float32)
+    x1, x2, x3 = x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     y0, y1 = w0 * a + w1 * b + w2 * c + w3 * x0, w0 * b + w1 * c + w2 * x0 + w3 * x1
     y2, y3 = w0 * c + w1 * x0 + w2 * x1 + w3 * x2, w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
     y = _interleave(y0, y1, y2, y3, D)
@@ -130,29 +138,30 @@ def _conv_silu(x, page, weight, half, rows, text, known, ROW: tl.constexpr, TAP:
 
 
 @triton.jit
-def _log_decay(r, bias, rate, lower_bound, at, rows, ROW: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr):
-    """log2 of the gates [8, D] of rows `at` of the chunk; 0 behind its end. r: the chunk's first row."""
-    z = _own(r, at, rows, ROW, D) + bias
+def _log_decay(r, bias, rate, lower_bound, real, GATE: tl.constexpr):
+    """log2 of the gates, r [8, D]; 0 where no token is real [8]."""
+    z = r.to(tl.float32) + bias
     if GATE == "free":
         y = tl.exp(tl.minimum(z, 20.0))
         log1p = tl.where(y < 0.01, y * (1 - y * (0.5 - y * (1 / 3 - y / 4))), tl.log(1 + y))
         g = (-1.4426950408889634 * rate) * tl.where(z > 20, z, log1p)
     else:
         g = (1.4426950408889634 * lower_bound) * _sigmoid(rate * z)
-    return tl.where((at < rows)[:, None], g, 0.0)
+    return tl.where(real[:, None], g, 0.0)
 
 
 @triton.jit
-def _decays(r, bias, rate, lower_bound, half, rows, ROW: tl.constexpr, D: tl.constexpr, GATE: tl.constexpr):
-    """log2 of the decays of half a chunk: G [2, 16, D], from the start of each block of 16 tokens to behind a token, or
-    in "bounded" from the middle between both; and the sums of the two blocks [D]. Sums are taken inside blocks, and of
-    whole blocks: a difference of two long sums would lose digits.
+def _decays(quads, bias, rate, lower_bound, half, rows, D: tl.constexpr, GATE: tl.constexpr):
+    """log2 of the decays of half a chunk, from its `_quads` -> G [2, 16, D], from the start of each block of 16 to
+    behind a token, or in "bounded" from the middle between both; and the sums of the two blocks [D]. Sums are taken
+    inside blocks, and of whole blocks: a difference of two long sums would lose digits.
     """
+    r0, r1, r2, r3 = quads
     at, second = 32 * half + 4 * tl.arange(0, 8), tl.arange(0, 2)[:, None] == 1
-    g0 = _log_decay(r, bias, rate, lower_bound, at, rows, ROW, D, GATE)
-    g1 = g0 + _log_decay(r, bias, rate, lower_bound, at + 1, rows, ROW, D, GATE)
-    g2 = g1 + _log_decay(r, bias, rate, lower_bound, at + 2, rows, ROW, D, GATE)
-    g3 = g2 + _log_decay(r, bias, rate, lower_bound, at + 3, rows, ROW, D, GATE)
+    g0 = _log_decay(r0, bias, rate, lower_bound, at < rows, GATE)
+    g1 = g0 + _log_decay(r1, bias, rate, lower_bound, at + 1 < rows, GATE)
+    g2 = g1 + _log_decay(r2, bias, rate, lower_bound, at + 2 < rows, GATE)
+    g3 = g2 + _log_decay(r3, bias, rate, lower_bound, at + 3 < rows, GATE)
     quads = tl.reshape(g3, [2, 4, D])
     total, lead = tl.sum(quads, 1), tl.cumsum(quads, 1) - quads  # of a block; before four tokens, from its start
     if GATE == "bounded":
@@ -210,14 +219,19 @@ def _prepare_kernel(
     so_far = tl.full([D], 1.0, tl.float32)
     for half in range(2):
         at = 32 * half + i
+        # Loads before the barriers that they could not cross: several latencies become one.
+        rates = _quads(r, half, rows, R_ROW, D)
+        k = _window(qkv + HD, conv + HD, conv_weight + HD * 4, half, rows, text, known, ROW, TAP, D)
+        q = _window(qkv, conv, conv_weight, half, rows, text, known, ROW, TAP, D)
         beta = tl.load(b + (row + at) * B_ROW + h, mask=at < rows, other=-1000.0)  # 0 behind the end
         beta = tl.sigmoid(beta.to(tl.float32))[:, None]
-        G, one, two = _decays(r, bias, rate, lower_bound, half, rows, R_ROW, D, GATE)
-        k = _conv_silu(qkv + HD, conv + HD, conv_weight + HD * 4, half, rows, text, known, ROW, TAP, D)
+        G, one, two = _decays(rates, bias, rate, lower_bound, half, rows, D, GATE)
+        k = _conv_silu(k, D)
         k = tl.reshape(k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None], [2, 16, D])
-        q = _conv_silu(qkv, conv, conv_weight, half, rows, text, known, ROW, TAP, D)
+        q = _conv_silu(q, D)
         q = tl.reshape(q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * D**-0.5)[:, None], [2, 16, D])
 
+        v = _window(qkv + 2 * HD, conv + 2 * HD, conv_weight + 2 * HD * 4, half, rows, text, known, ROW, TAP, D)
         # Pair products A_ij = <k_i e^{G_i - G_j}, k_j>, and P_ij with q_i. An exponent spans 16 tokens, or is negative.
         one, two = tl.exp2(one), tl.exp2(two)
         if GATE == "bounded":  # at five a token, to and back are within e^-80 and e^80
@@ -239,7 +253,7 @@ def _prepare_kernel(
         token = 32 * half + both % 32
         scale = tl.sigmoid(tl.load(b + (row + token) * B_ROW + h, mask=token < rows, other=-1000.0).to(tl.float32))
         tl.store(pairs + here, near * scale, mask=both < 32)
-        tl.store(pairs + there, far * scale, mask=both < 32)
+        tl.store(pairs + there, far * scale, mask=(both < 32) & (half == 1))
         P = _fine(scratch + 4 * 64 * D)
         tl.store(P + here, _narrow(tl.where(both % 32 >= i, near, 0.0), dtype), mask=both >= 32)
         tl.store(P + there, _narrow(far, dtype), mask=both >= 32)
@@ -252,8 +266,8 @@ def _prepare_kernel(
         tl.store(_fine(scratch + 2 * 64 * D) + tile, last, mask=(tile >= 0) & (half == 1))
         to_end = _narrow(tl.reshape(right * behind, [32, D]), dtype)
         so_far *= whole
-        v = _conv_silu(qkv + 2 * HD, conv + 2 * HD, conv_weight + 2 * HD * 4, half, rows, text, known, ROW, TAP, D)
-        tl.store(scratch + 3 * 64 * D + ch[:, None] * 64 + at, tl.trans((v * beta).to(dtype)))
+        v = _conv_silu(v, D) * beta
+        tl.store(scratch + 3 * 64 * D + ch[:, None] * 64 + at, tl.trans(v.to(dtype)))
     tl.store(_fine(scratch + 2 * 64 * D) + 32 * D + tile, to_end)
     tl.store(decay + index * D + ch, so_far)
 
@@ -412,7 +426,7 @@ def _norm_kernel(
     o = tl.load(out + row * HEADS * D + at, mask=real, other=0.0).to(tl.float32)
     z = tl.load(gate + row * GATE_ROW + at, mask=real, other=0.0).to(tl.float32)
     o *= tl.rsqrt(tl.sum(o * o, 1) / D + eps)[:, None] * tl.load(o_norm + ch)
-    tl.store(out + row * HEADS * D + at, (o * tl.sigmoid(z)).to(out.dtype.element_ty), mask=real)
+    tl.store(out + row * HEADS * D + at, (o * _sigmoid(z)).to(out.dtype.element_ty), mask=real)
 
 
 def groups_of(texts, heads, chunks):
@@ -447,14 +461,14 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     wide = qkv.dtype == torch.float32
     exact = wide or not w.lower_bound or w.lower_bound < -5  # float32 keeps its digits only without splits
     gate_kind = "free" if not w.lower_bound else "deep" if exact else "bounded"
-    precision = WIDE_PRECISION if wide else "ieee"
+    precision, solve = (WIDE_PRECISION, WIDE_PRECISION) if wide else ("ieee", SOLVE_PRECISION)
     _prepare_kernel[heads, chunks](
         qkv, r, b, w.conv, w.A_log, w.dt_bias, conv, src, part.past, table, chains, scratch, pairs, decay, windows,
         texts, w.lower_bound or 0.0,
         qkv.stride(0), r.stride(0), b.stride(0), src.stride(0), conv.stride(0), conv.stride(1),
         heads, d, gate_kind, precision, **(PREPARE_WIDE if wide else PREPARE),
     )  # fmt: skip
-    _inverse_kernel[heads, chunks](pairs, scratch, heads, d, WIDE_PRECISION if wide else SOLVE_PRECISION, **INVERSE)
+    _inverse_kernel[heads, chunks](pairs, scratch, heads, d, solve, **INVERSE)
     length, groups = groups_of(texts, heads, _longest(part))
     launch = SCAN_WIDE if wide else SCAN
     launch = launch | dict(TILE=min(d, launch["TILE"]))
@@ -471,7 +485,7 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
         scan("maps", 2 * d // launch["TILE"])
         _carry_kernel[d // 32, heads, texts](
             states, S, src, part.past, table, chains, groups, length, src.stride(0), S.stride(0), heads, d, 32,
-            WIDE_PRECISION, num_stages=1,
+            solve, **CARRY,
         )  # fmt: skip
     scan("entered" if groups > 1 else "pages", d // launch["TILE"])
     _norm_kernel[heads, triton.cdiv(N, 32)](out, gate, w.o_norm, N, w.eps, gate.stride(0), heads, d, 32)

@@ -234,9 +234,9 @@ def test_compiles_for_bfloat16():
 @compiled_only
 def test_compiles_for_float32():
     compile_kernel(
-        triton_kda._prepare_kernel, "fp32", triton_kda.PREPARE, GATE="free", PRECISION="bf16x6", D=32, HEADS=4
+        triton_kda._prepare_kernel, "fp32", triton_kda.PREPARE_WIDE, GATE="free", PRECISION="bf16x6", D=32, HEADS=4
     )
-    compile_kernel(triton_kda._carry_kernel, "fp32", dict(num_warps=4, num_stages=1), TILE=32, PRECISION="bf16x6")
+    compile_kernel(triton_kda._carry_kernel, "fp32", triton_kda.CARRY, TILE=32, PRECISION="bf16x6")
     compile_kernel(triton_kda._norm_kernel, "fp32", dict(num_warps=4))
 
 
