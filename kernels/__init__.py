@@ -101,7 +101,7 @@ def load():
 
 
 def _layers():
-    return [_parse(os.environ.get("K3_KERNELS")), *_stack]
+    return [_parse(os.environ["K3_KERNELS"]), *_stack] if os.environ.get("K3_KERNELS") else _stack
 
 
 def _known(name, backend):
@@ -119,28 +119,28 @@ def _known(name, backend):
 
 def _choose(name, implementations, args, kwargs):
     """-> the label that is counted, the function."""
-    wanted = ["auto"] + [layer["*"] for layer in _layers() if layer.get("*") in implementations]
-    wanted = (wanted + [layer[name] for layer in _layers() if name in layer])[-1]  # a choice for one op is stronger
+    for_all, wanted = "auto", None
+    for layer in filter(None, _layers()):
+        for_all = layer["*"] if layer.get("*") in implementations else for_all
+        wanted = layer.get(name, wanted)
+    wanted = wanted or for_all
     if callable(wanted):
         return getattr(wanted, "__name__", "custom"), wanted
     if wanted != "auto":
         function, why_not, _ = implementations[wanted]
-        reason = _why_not(why_not, args, kwargs)
+        reason = why_not and _why_not(why_not, args, kwargs)
         if reason is not None:
             raise ValueError(f"kernels: {name}={wanted} cannot run here: {reason}; choose auto or torch")
         return wanted, function
     x = args[0] if isinstance(args[0], torch.Tensor) else next(t for t in args[0] if t is not None)
-    for backend in PREFERENCE if x.is_cuda else ():
-        load()
+    for backend in PREFERENCE if x.is_cuda and load() is None else ():
         function, why_not, slower = implementations.get(backend, (None, None, None))
-        if function and not (slower and slower(*args, **kwargs)) and _why_not(why_not, args, kwargs) is None:
+        if function and not (why_not and _why_not(why_not, args, kwargs) or slower and slower(*args, **kwargs)):
             return backend, function
     return "torch", implementations["torch"][0]
 
 
 def _why_not(why_not, args, kwargs):
-    if why_not is None:
-        return None
     tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, torch.Tensor)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return "autograd records, and it has no backward"
