@@ -12,6 +12,7 @@ Everything a sequence needs between steps lies in the page pool (cache.py): its 
 
 import argparse
 import bisect
+import contextlib
 import operator
 import os
 import random
@@ -128,8 +129,12 @@ class Engine:
         graphs=None,
     ):
         _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, host_pages, kv_dtype)
+        if not isinstance(kernels, str):
+            raise ValueError(
+                f"kernels is {kernels!r}; give 'auto' or 'op=backend,...', and functions by kernels.use(...)"
+            )
         with registry.use(kernels):
-            pass  # it exists
+            registry.current()  # all that is asked for exists
         if isinstance(model, (str, Path)):
             device = _pick_device(device)
             path, dtype = Path(model), dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -288,13 +293,13 @@ class Engine:
     @torch.inference_mode()
     def _advance(self):
         """Runs one batch; returns the Outputs that grew."""
-        with registry.use(self.kernels):
+        with registry.use(self.kernels, beneath=True), self._on_device():
             counts = registry.counts.copy()
             self._admit()
             ready = [r for r in self.running if r.computed == r.length]  # resumed at their last token: nothing to run
             started = time.perf_counter()
             plan = self._plan()
-            sampled = self._run(plan) if plan else None
+            sampled = self._run(plan, alone=not ready) if plan else None
             ends = ready + [r for r, _ in plan if r.computed == r.length]
             if ends:
                 self._append(ends, *(sampled or self._sample(ends)))
@@ -303,12 +308,15 @@ class Engine:
             self._ran += registry.counts - counts
         return [r.out for r in ends]
 
-    def _run(self, plan):
+    def _on_device(self):
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def _run(self, plan, alone):
         """The model over one batch; if it raises, states have moved. Returns what `_sample` would, if that is done."""
         requests, chunks = zip(*plan)
         try:
             ids = np.concatenate([r.buffer[c.past : c.past + c.tokens] for r, c in plan]).astype(np.int64)
-            sampled = self._decode(requests, chunks, ids)
+            sampled = self._decode(requests, chunks, ids) if alone else None
             hidden = sampled[0] if sampled else self.runner.run(chunks, ids)
         except BaseException:  # Ctrl-C too: these requests start again from what the cache has, or from nothing
             for request, chunk in sorted(plan, key=lambda item: -item[0].out.rid):
@@ -328,7 +336,7 @@ class Engine:
 
     def _decode(self, requests, chunks, ids):
         """A step in which each running request gets its next token, as a CUDA graph; else None."""
-        if len(requests) < len(self.running) or any(r.length - c.past > 1 for r, c in zip(requests, chunks)):
+        if any(r.length - c.past > 1 for r, c in zip(requests, chunks)):
             return None
         rows = [filters(r.params, self._draw(r), self.cfg.vocab_size) for r in requests]
         return self.runner.decode(chunks, ids, rows)

@@ -55,20 +55,22 @@ class Graph:
             return hidden, logits, *draw(logits, filters if sampled else None)
 
         counts = kernels.counts.copy()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compiles kernels and creates handles; with no pages it writes nothing
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        self.calls = kernels.counts - counts
-        kernels.counts -= self.calls
-        slow = [op for op in SYNC_FREE if self.calls[op, "torch"]]
-        if slow:
-            raise NotCapturable(f"{', '.join(slow)} ran in PyTorch, where shapes depend on data")
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=memory):
-            self.hidden, self.logits, self.tokens, self.finite = step()
-        kernels.counts -= self.calls  # captured, not run
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # compiles kernels and creates handles; with no pages it writes nothing
+                step()
+            torch.cuda.current_stream().wait_stream(side)
+            self.calls = kernels.counts - counts
+            slow = [op for op in SYNC_FREE if self.calls[op, "torch"]]
+            if slow:
+                raise NotCapturable(f"{', '.join(slow)} ran in PyTorch, where shapes depend on data")
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=memory):
+                self.hidden, self.logits, self.tokens, self.finite = step()
+        finally:  # none of these calls answered anyone
+            kernels.counts.clear()
+            kernels.counts.update(counts)
 
     def views(self, buffer):
         parts = buffer.split([self.B * n for n in self.sizes.values()])

@@ -49,8 +49,10 @@ def random_model(cfg, seed=0):
             torch.nn.init.ones_(p)
         elif p.ndim > 1:
             p.data.normal_(0, p.shape[-1] ** -0.5)
-        else:
+        elif "bias" not in name or name.endswith("dt_bias"):  # the routers' stays zero: even choices
             p.data.uniform_(-1, 0)
+        else:
+            p.data.zero_()
     for _, experts in model.expert_stacks():
         for name, b in experts.named_buffers():
             b.random_(118, 122) if name.endswith("_scale") else b.random_(0, 256)
@@ -123,13 +125,13 @@ def launches(call):
     return Counter(e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
 
 
-def chunks_at(pool, batch, context, tokens=1):
-    """Chunks of `batch` sequences with `context` tokens behind them, and pages of their own, in random order."""
-    pages = torch.randperm(pool.num_pages).numpy()
-    need, out = pool.history_pages(context + tokens), []
-    for _ in range(batch):
+def chunks_at(pool, context, tokens):
+    """A chunk of each of so many tokens, with `context` tokens behind it, and pages of its own in random order."""
+    pages, out = torch.randperm(pool.num_pages).numpy(), []
+    for n in tokens:
+        need = pool.history_pages(context + n)
         mine, pages = pages[: need + pool.groups], pages[need + pool.groups :]
-        out.append(Chunk(tokens, context, mine[:need], mine[need:], mine[need:]))
+        out.append(Chunk(n, context, mine[:need], mine[need:], mine[need:]))
     return out
 
 
@@ -157,7 +159,7 @@ def step(args):
     for choice, context, batch in tqdm([case for case in cases if need(case[2], case[1]) <= pages], leave=False):
         if choice != "even":
             skew(model, concentration, args.seed)
-        chunks, ids = chunks_at(pool, batch, context), torch.randint(cfg.vocab_size, (batch,)).numpy()
+        chunks, ids = chunks_at(pool, context, [1] * batch), torch.randint(cfg.vocab_size, (batch,)).numpy()
         found = experts_hit(model, partial(runner.run, chunks, ids))
         call = partial(runner.decode, chunks, ids, [GREEDY] * batch)
         if call() is None:
@@ -168,13 +170,14 @@ def step(args):
         row |= {"with_host_ms": events_ms(call), "GB": nbytes / 1e9, "of_copy": nbytes / bandwidth / ms * 1e3}
         rows.append(row | {"target": 0.8 if batch == 1 else 0.7 if batch in (16, 64) else None})
         runner.graphs.clear()
+    skew(model, 1.0)
     for batch in (0, *batches):
-        chunks = [*chunks_at(pool, batch, contexts[0]), *chunks_at(pool, 1, contexts[0], MIXED)]
+        chunks = chunks_at(pool, contexts[0], [1] * batch + [MIXED])
         ids = torch.randint(cfg.vocab_size, (batch + MIXED,)).numpy()
         row = {"step": f"{MIXED} prompt tokens too", "batch": batch, "context": contexts[0]}
         rows.append(row | {"ms": events_ms(partial(runner.run, chunks, ids)), **dict.fromkeys(REST)})
     print_table(rows, ["step", "batch", "context", "experts_hit", "ms", "with_host_ms", "GB", "of_copy", "target"])
-    chunks, ids = chunks_at(pool, batches[0], contexts[0]), np.zeros(batches[0], dtype=np.int64)
+    chunks, ids = chunks_at(pool, contexts[0], [1] * batches[0]), np.zeros(batches[0], dtype=np.int64)
     runner.decode(chunks, ids, [GREEDY] * batches[0])
     (graph,) = runner.graphs.values()
     names = launches(graph.graph.replay)

@@ -8,17 +8,24 @@ L2_BYTES = 60 << 20
 
 
 def card():
-    """{copy_bytes_s, matrix_flops_s}: a copy of 4 GiB, counting bytes read and written; an 8192^3 bf16 product."""
+    """What floors are made of: a copy of 4 GiB, counting bytes read and written; 8192^3 products in bf16 and FP8."""
     a, b = torch.randint(255, (2, 4 << 30), dtype=torch.uint8, device="cuda")
     copy = events_ms(lambda: a.copy_(b))
     x, y = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
     product = median_ms([lambda: x @ y])
-    return {"copy_bytes_s": 2 * a.numel() / copy * 1e3, "matrix_flops_s": 2 * 8192**3 / product * 1e3}
+    rates = {"copy_bytes_s": 2 * a.numel() / copy * 1e3, "matrix_flops_s": 2 * 8192**3 / product * 1e3}
+    if torch.cuda.get_device_capability() >= (8, 9):
+        x, y, one = x.to(torch.float8_e4m3fn), y.to(torch.float8_e4m3fn).T, torch.ones((), device="cuda")
+        product = median_ms([lambda: torch._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16)])
+        rates["fp8_flops_s"] = 2 * 8192**3 / product * 1e3
+    return rates
 
 
 def sets_for(nbytes):
-    """How many sets of inputs of so many bytes to rotate among, that none is in the L2 when its turn comes."""
-    return max(1, min(64, -(-3 * L2_BYTES // max(nbytes, 1)))) if nbytes < 3 * L2_BYTES else 1
+    """How many sets of inputs of so many bytes to rotate among, so that none is in the L2 at its turn; at most 1500:
+    sets below 120 kB stay in it.
+    """
+    return min(1500, -(-3 * L2_BYTES // max(nbytes, 1)))
 
 
 def median_ms(calls, repeats=20, warmup=3):

@@ -61,15 +61,15 @@ def implement(name, backend, why_not=None, slower=None):
 
 
 @contextlib.contextmanager
-def use(everything=None, /, **choices):
-    """Within it the named ops run the given backend or function; `everything`: a string as in K3_KERNELS."""
+def use(everything=None, /, beneath=False, **choices):
+    """Within it the named ops run a backend or a function, `everything` as in K3_KERNELS; or beneath what is chosen."""
     for name, choice in choices.items():
         _known(name, "auto" if callable(choice) else choice)
-    _stack.append(_parse(everything) | choices)
+    _stack.insert(0 if beneath else len(_stack), _parse(everything) | choices)
     try:
         yield
     finally:
-        _stack.pop()
+        _stack.pop(0 if beneath else -1)
 
 
 def _parse(spec):

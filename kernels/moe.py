@@ -53,7 +53,7 @@ def _in_why_not(x, weight, num_experts):
     return None if x.stride(1) == 1 and weight.is_contiguous() else "rows are strided"
 
 
-@kernels.implement("moe_in", "triton", _in_why_not)
+@kernels.implement("moe_in", "splitk", _in_why_not)
 def in_projection(x, weight, num_experts, tile=None):
     """x [N, H], weight [E + F, H] bf16 -> logits [N, E] float32, features [N, F] bf16: one read of one weight."""
     (N, H), (outs, _) = x.shape, weight.shape

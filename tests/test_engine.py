@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cache import Batch, Chunk, PagePool
 from engine import Engine
-from sampling import SamplingParams, sample, uniform
+from sampling import FILTERS, SamplingParams, draw, sample, uniform
 from tokenizer import TextStream, Tokenizer
 
 torch.set_num_threads(1)  # the matrices are tiny: more threads would wait for one another
@@ -885,3 +885,38 @@ def test_only_mla_layers_with_a_small_page():
     mla = dict(kda_layers=[], full_attn_layers=[1, 2, 3, 4, 5], num_heads=8, head_dim=64)
     eng = engine(tiny_model(linear=mla), prefill_chunk=11)
     assert_greedy(eng, ids := prompt(30, vocab=61), eng.generate([ids], greedy(6))[0], 6)
+
+
+# ---------------------------------------------------------------- decode steps by the graph's contract
+
+
+@pytest.mark.parametrize("pages", [24, 25, 26])
+def test_a_step_of_the_graph_answers_those_it_ran(pages):
+    """`Runner.decode` replaced by what a graph returns. A request whose whole prompt is cached may be put back in the
+    very step in which it would have got its first token: nobody may get another's.
+    """
+    model = case("micro")[0]
+    rng = np.random.default_rng(1)
+    texts, cached = [rng.integers(3, 257, 120).tolist() for _ in range(6)], rng.integers(3, 257, 40).tolist()
+    want = Engine(model, num_pages=60, prefix_cache=False).generate([*texts, cached], greedy(14))
+    eng, replays = Engine(model, num_pages=pages, max_batch=10, prefill_chunk=4096), []
+
+    def decode(chunks, ids, filters):
+        replays.append(len(chunks))
+        hidden = eng.runner.run(chunks, ids)
+        logits = model.logits(hidden)
+        columns = torch.tensor(list(zip(*filters)), dtype=torch.float64)
+        return hidden, logits, *draw(logits, dict(zip(FILTERS, columns)))
+
+    eng.runner.decode = decode
+    outs = [eng._enqueue(text, greedy(14)) for text in texts]
+    for _ in range(6):
+        eng.step()
+    eng._enqueue(cached, greedy(1))
+    while eng.running[0].computed < 128:
+        eng.step()
+    outs.append(eng._enqueue(cached, greedy(14)))  # in the step in which six requests need another page
+    while eng.running or eng.waiting:
+        eng.step()
+    assert [o.token_ids for o in outs] == [o.token_ids for o in want]
+    assert outs[-1].cached_tokens == 40 and len(replays) > 10 and not eng.pool.live_pages
