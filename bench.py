@@ -58,7 +58,7 @@ def _arguments():
     c.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: the GPU where there is one)")
     c.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on a CPU")
 
-    for c in (command(ops.ops, ops.plot, "kernels"), command(step.step)):
+    for c in (command(ops.ops, ops.plot, "kernels"), command(step.step, step.plot)):
         c.set_defaults(gpu=True)
     commands.choices["kernels"].add_argument("--only", metavar="OPS", help="ops to measure, by commas (default: all)")
 
@@ -73,18 +73,16 @@ def _arguments():
 
 
 def everything(args):
-    """The kernels and the steps on this GPU: FOLDER/kernels.json, kernels.png and step.json, to be sent around."""
+    """The kernels and the steps on this GPU: kernels.json, step.json and their pictures in FOLDER, to be passed on."""
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    args.json, args.plot = folder / "kernels.json", folder / "kernels.png"
-    plt = _pyplot(args.plot)
-    rows = ops.ops(args)
-    _write(folder / "kernels.json", args, rows)
-    ops.plot(plt, rows, args.card).savefig(args.plot, dpi=150)
-    torch.cuda.empty_cache()
-    _write(folder / "step.json", args, step.step(args))
-    args.json = args.plot = None
-    return rows
+    plt = _pyplot(folder / "kernels.png")
+    for name, part in (("kernels", ops.ops), ("step", step.step)):
+        rows = part(args)
+        _write(folder / f"{name}.json", args, rows)
+        sys.modules[part.__module__].plot(plt, rows, args.card).savefig(folder / f"{name}.png", dpi=150)
+        torch.cuda.empty_cache()
+    args.json = None
 
 
 def _write(file, args, rows):

@@ -187,3 +187,21 @@ def step(args):
     for name, count in names.most_common():
         print(f"{count:5}  {name[:110]}")
     return rows
+
+
+def plot(plt, rows, card):
+    """The bandwidth of decode steps over batch and context, and that of a copy."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for step, context in dict.fromkeys((r["step"], r["context"]) for r in rows if r["of_copy"]):
+        mine = [r for r in rows if (r["step"], r["context"]) == (step, context)]
+        speeds = [r["GB"] / r["ms"] for r in mine]
+        axes.plot([r["batch"] for r in mine], speeds, marker="o", label=f"{context:,} tokens, {step.split(', ')[1]}")
+    axes.axhline(card["copy_bytes_s"] / 1e12, color="black", linestyle="--", label="copy")
+    axes.set(xlabel="sequences", ylabel="TB/s of all bytes a step must move", xscale="log", ylim=0)
+    axes.set_xticks(
+        sorted({r["batch"] for r in rows if r["of_copy"]}), labels=sorted({r["batch"] for r in rows if r["of_copy"]})
+    )
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    return figure
