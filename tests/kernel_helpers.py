@@ -9,6 +9,9 @@ import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    import triton_interpreter  # noqa: F401
+
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 # A kernel test runs in the interpreter (default run, in the subprocess that `run_interpreted` starts), or on a GPU.

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import triton_interpreter  # noqa: F401
 from helpers import case
 from kernel_helpers import (
     DEVICE,

@@ -4,7 +4,6 @@ import pytest
 import torch
 from kernel_helpers import (
     DEVICE,
-    INTERPRETED,
     compile_for_all,
     compiled_only,
     interpreted,
@@ -19,35 +18,6 @@ from kda import Weights, kda_prefill
 
 triton = pytest.importorskip("triton")
 from kernels import kda as triton_kda  # noqa: E402
-
-if INTERPRETED:  # what Triton 3.6 interprets wrongly: loops to loaded bounds (NumPy 2.4), and bfloat16
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    def create_dot(self, a, b, *rest, dot=interpreter.InterpreterBuilder.create_dot):
-        """Products of bfloat16 as of the numbers, not of their bits."""
-
-        def widen(x):
-            bits = x.data.astype(np.uint32) << 16 if x.dtype.scalar == tl.bfloat16 else None
-            return x if bits is None else interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
-        return dot(self, widen(a), widen(b), *rest)
-
-    def convert_float(data, old, new, mode, convert=interpreter._convert_float):
-        """float32 to bfloat16 rounds to the nearest, as a GPU does; it would truncate."""
-        if (old, new) != (tl.float32, tl.bfloat16):
-            return convert(data, old, new, mode)
-        bits = np.ascontiguousarray(data).view(np.uint32)
-        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-    interpreter._patch_lang_tensor = patch_tensor
-    interpreter._convert_float = convert_float
-    interpreter.InterpreterBuilder.create_dot = create_dot
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 7e-3}
 RAGGED = (1, 2, 15, 16, 17, 63, 64, 65)

@@ -11,7 +11,6 @@ from cache import FP8
 from mla import attend_rows, latent_write, mla_decode
 
 triton = pytest.importorskip("triton")
-import triton_interpreter  # noqa: E402, F401
 
 from kernels import mla as triton_mla  # noqa: E402
 

@@ -9,7 +9,6 @@ from cache import FP8, Part
 from mla import mla_prefill
 
 triton = pytest.importorskip("triton")
-import triton_interpreter  # noqa: E402, F401
 
 from kernels import mla_prefill as file  # noqa: E402
 

@@ -1,7 +1,8 @@
-"""Import it before kernels run in Triton 3.6's interpreter: mends three things there, and changes nothing elsewhere.
+"""Import it before kernels run in Triton's interpreter: mends four things there, and changes nothing elsewhere.
 
 Loop bounds that were loaded (an array of one is no integer in NumPy 2.4); products of bfloat16, which it takes for
-integers; conversions between floats, which it truncates, or rounds without carrying into the exponent.
+integers; conversions between floats, which it truncates, or rounds without carrying into the exponent (3.6);
+comparisons, whose result keeps the type of what was compared (3.9).
 """
 
 import os
@@ -39,7 +40,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         data = convert(x.data, source, target, None).view(interpreter._get_np_dtype(target))
         return interpreter.TensorHandle(data, target)
 
+    def binary(self, lhs, rhs, op, plain=interpreter.InterpreterBuilder.binary_op):
+        result = plain(self, lhs, rhs, op)
+        return interpreter.TensorHandle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
+
     interpreter._patch_lang_tensor = patch_tensor
+    interpreter.InterpreterBuilder.binary_op = binary
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.cast_impl = cast
     interpreter.InterpreterBuilder.create_dot = dot
