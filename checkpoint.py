@@ -122,7 +122,10 @@ def load(model, path, device="cpu", progress=True):
     for name in inert - {name for name, _ in plan}:
         nn.init.zeros_(model.published()[name])
     views, copies = model.published(), copy_names(model)
-    with torch.no_grad(), tqdm(total=len(plan), unit=" tensors", desc="loading", disable=not progress, delay=1) as bar:
+    with (
+        torch.no_grad(),
+        tqdm(total=len(plan), unit=" tensors", desc="loading", disable=None if progress else True, delay=1) as bar,
+    ):
         for name, got in plan:
             tensors = [handle.get_tensor(stored_name) for handle, stored_name, _, _ in got]
             if got[-1][1].endswith("_scale") and (tensors[-1] == 255).any():
