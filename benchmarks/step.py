@@ -198,9 +198,8 @@ def plot(plt, rows, card):
         axes.plot([r["batch"] for r in mine], speeds, marker="o", label=f"{context:,} tokens, {step.split(', ')[1]}")
     axes.axhline(card["copy_bytes_s"] / 1e12, color="black", linestyle="--", label="copy")
     axes.set(xlabel="sequences", ylabel="TB/s of all bytes a step must move", xscale="log", ylim=0)
-    axes.set_xticks(
-        sorted({r["batch"] for r in rows if r["of_copy"]}), labels=sorted({r["batch"] for r in rows if r["of_copy"]})
-    )
+    batches = sorted({r["batch"] for r in rows if r["of_copy"]})
+    axes.set_xticks(batches, labels=batches)
     axes.minorticks_off()
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)

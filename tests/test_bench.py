@@ -3,6 +3,7 @@
 import json
 import random
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench
-from benchmarks import serving
+from benchmarks import ops, serving, step, timing
 from cache import PagePool, PrefixCache
 from engine import Engine
 
@@ -153,3 +154,23 @@ def test_errors(args, says, capsys, monkeypatch):
     assert bench.main(args) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and says in error
+
+
+def test_plots_of_a_gpu(tmp_path):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    card = {"copy_bytes_s": 4.2e12, "matrix_flops_s": 7.8e14}
+    rows = [
+        {"op": op, "ms": ms, "GB": 0.8, "TFLOP": flops}
+        for op, ms, flops in (("a", 0.3, 0.1), ("b", None, 1), ("b", 1.0, 0))
+    ]
+    ops.plot(plt, rows, card).savefig(tmp_path / "kernels.png")
+    result = json.loads((Path(__file__).parent.parent / "results" / "step.json").read_text())
+    assert {"commit", "command", "versions", "gpu", "card", "date"} <= result.keys()
+    step.plot(plt, result["rows"], result["card"]).savefig(tmp_path / "step.png")
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("kernels.png", "step.png"))
+
+
+def test_sets_of_inputs_are_past_the_l2():
+    for nbytes in (1 << 20, 50 << 20, 300 << 20, 10 << 30):
+        assert timing.sets_for(nbytes) * nbytes >= 3 * timing.L2_BYTES
+    assert timing.sets_for(1) == 1500
