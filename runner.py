@@ -14,8 +14,6 @@ from cache import Batch, Part
 from sampling import FILTERS, draw
 
 SYNC_FREE = ("kda_decode", "latent_write", "mla_decode", "experts", "router")  # in PyTorch shapes depend on data
-
-
 PADDING = dict(zip(FILTERS, (0.0, 1.0, 1.0, 0.0, 0.5))) | {"ids": 0, "past": 0}  # a greedy row; no pages: below 0
 
 

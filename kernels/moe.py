@@ -2,7 +2,7 @@
 
 A routed expert is read as it is stored, MXFP4. Few tokens use most of their experts alone, so the products are
 matrix-vector products, bound by the bytes of the experts: every 16-byte load is one group of 32 codes, which become
-floats in registers (`_group_dots`). Many tokens: moe_grouped.py.
+floats in registers (`_halves`). Many tokens: moe_grouped.py.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels.moe_grouped import combine, experts_grouped
+from kernels.moe_grouped import combine, experts_grouped, why_not
 
 MASKS = 0x80808080 - 2**32, 0x8E008E00 - 2**32  # of 4 bytes, of 2 float16: see `_halves`
 FEW = 64  # up to so many tokens the products with one weight are bound by its bytes
@@ -292,13 +292,7 @@ def _w2_kernel(
     tl.store(y + choice * L + r, tl.sum(acc, 1) * (tl.load(weights + choice) * 16384), mask=r < L)
 
 
-def _experts_why_not(z, ids, weights, experts, cfg):
-    if not (experts.is_packed("w13") and experts.is_packed("w2")):
-        return "the experts are not packed"
-    return None if z.dtype in (torch.float32, torch.bfloat16) else f"{z.dtype}"
-
-
-@kernels.implement("experts", "triton", _experts_why_not)
+@kernels.implement("experts", "triton", why_not)
 def routed_experts(z, ids, weights, experts, cfg):
     """z [N, L], ids [N, k] int64, weights [N, k] float32 -> sum over the k chosen experts, [N, L] in z's dtype."""
     return (experts_of_few if len(z) <= ALONE else experts_grouped)(z, ids, weights, experts, cfg)
