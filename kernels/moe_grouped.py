@@ -1,6 +1,6 @@
 """The routed experts for many tokens: two grouped GEMMs over MXFP4 weights that are unpacked in registers.
 
-    sort      (token, choice) rows by expert; a tile is up to T * TT rows of one expert
+    sort      (token, choice) rows by expert; a tile is up to TT + REST rows of one expert
     GEMM 1    z W13 and SiTU, into `act`, rows in sorted order
     GEMM 2    act W2, each row to its (token, choice) place
     combine   the weighted sum over the k choices in float32, in a fixed order
@@ -23,26 +23,23 @@ import triton
 import triton.language as tl
 
 import kernels
+from kernels.gated_act import gated
 
 INTERPRETED = tl.constexpr(kernels.interpreted())
 
 
 def config(rows, experts, fp8, dtype=torch.bfloat16):
-    """Tokens a dot TT, dots a tile T, rows of W a tile OUT, inputs a step BK, warps, stages; by rows per expert."""
+    """Rows of a tile TT and REST, rows of W a program OUT, inputs a step BK, warps, stages; by rows per expert."""
     if dtype == torch.float32 and not fp8:  # no tensor cores: small tiles, for correctness only
-        return dict(TT=16, T=1, OUT=64, BK=128, num_warps=4, num_stages=2)
+        return dict(TT=16, REST=0, OUT=64, BK=128, num_warps=4, num_stages=2)
     mean = rows / experts
-    if mean <= 2:
-        return dict(TT=16, T=1, OUT=128, BK=128, num_warps=4, num_stages=3, maxnreg=128)  # 4 programs an SM
-    if mean <= 6:
-        return dict(TT=16, T=1, OUT=128, BK=256, num_warps=4, num_stages=3)
     if mean <= 12:
-        return dict(TT=16, T=2, OUT=64, BK=128, num_warps=4, num_stages=3)
+        return dict(TT=16, REST=0, OUT=128, BK=256, num_warps=4, num_stages=3)
     if mean <= 24:
-        return dict(TT=32, T=1, OUT=128, BK=128, num_warps=4, num_stages=4)
+        return dict(TT=32, REST=0, OUT=128, BK=128, num_warps=4, num_stages=4)
     if mean <= 48:
-        return dict(TT=64, T=1, OUT=128, BK=128, num_warps=4, num_stages=3)
-    return dict(TT=64, T=3, OUT=128, BK=128, num_warps=8, num_stages=4 if fp8 else 3)
+        return dict(TT=64, REST=0, OUT=128, BK=128, num_warps=4, num_stages=3)
+    return dict(TT=128, REST=64, OUT=128, BK=128, num_warps=8, num_stages=4 if fp8 else 3)
 
 
 @triton.jit
@@ -146,15 +143,6 @@ def _planes_kernel(x_ptr, out_ptr, scale_ptr, WIDTH, PADDED, PLANES: tl.constexp
 
 
 @triton.jit
-def _tanh(x):
-    """tanh to float32 accuracy: a series near 0, where 1 - t would lose digits."""
-    t = tl.exp(-2 * tl.abs(x))
-    far = tl.where(x < 0, t - 1, 1 - t) / (1 + t)
-    s = x * x
-    return tl.where(s < 1 / 64, x * (1 + s * (-1 / 3 + s * (2 / 15 - s * (17 / 315)))), far)
-
-
-@triton.jit
 def _finish(acc, high, low, x_scale_ptr, source, row, real, out, order_ptr, y_ptr, stride, inner, beta, linear,
             SITU: tl.constexpr, ACT: tl.constexpr, FP8: tl.constexpr, NEXT: tl.constexpr):  # fmt: skip
     """acc [OUT, TT] times the scales; ACT: gate and up rows combined; written to y."""
@@ -164,10 +152,8 @@ def _finish(acc, high, low, x_scale_ptr, source, row, real, out, order_ptr, y_pt
     place = row
     if ACT:  # eight gate rows, eight up rows, and so on: both in one thread
         a, u = acc.reshape(acc.shape[0] // 16, 2, 8, acc.shape[1]).permute(0, 2, 3, 1).split()
-        acc = a / (1 + tl.exp(-a)) * u
-        if SITU:
-            acc = beta * _tanh(a / beta) / (1 + tl.exp(-a)) * (linear * _tanh(u / linear))
-        acc = tl.where((_columns(out, NEXT) < inner)[:, None], acc.reshape(out.shape[0], row.shape[0]), 0.0)
+        acc = gated(a, u, beta, linear, SITU).reshape(out.shape[0], row.shape[0])
+        acc = tl.where((_columns(out, NEXT) < inner)[:, None], acc, 0.0)
     else:
         place = tl.load(order_ptr + row, real, other=0)
     y = y_ptr + place.to(tl.int64)[None, :] * stride + out[:, None]
@@ -175,31 +161,30 @@ def _finish(acc, high, low, x_scale_ptr, source, row, real, out, order_ptr, y_pt
 
 
 @triton.jit
+def _rows(x_ptr, order_ptr, row, end, CHOICES, PADDED: tl.constexpr, ACT: tl.constexpr, BK: tl.constexpr):
+    """For sorted rows: which are real, the rows of x that they take, and where those begin, [BK, rows]."""
+    real, source = row < end, row
+    if ACT:
+        source = tl.load(order_ptr + row, real, other=0) // CHOICES
+    return real, source, x_ptr + tl.arange(0, BK)[:, None] + source.to(tl.int64)[None, :] * PADDED
+
+
+@triton.jit
 def _tile(x_ptr, x_scale_ptr, w_at, s_at, largest, row0, end, out, order_ptr, y_ptr, stride, inner, beta, linear,
           CHOICES, K: tl.constexpr, PADDED: tl.constexpr, ACT: tl.constexpr, SITU: tl.constexpr, FP8: tl.constexpr,
-          NEXT: tl.constexpr, TT: tl.constexpr, T: tl.constexpr, OUT: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """T * TT rows from row0 on (those before end are real); the weights are unpacked once for the T products."""
-    rows = row0 + tl.arange(0, TT)
-    row_0, row_1, row_2 = rows, rows + TT, rows + 2 * TT
-    real_0, real_1, real_2 = row_0 < end, row_1 < end, row_2 < end
-    from_0, from_1, from_2 = row_0, row_1, row_2
-    if ACT:
-        from_0 = tl.load(order_ptr + row_0, real_0, other=0) // CHOICES
-        if T > 1:
-            from_1 = tl.load(order_ptr + row_1, real_1, other=0) // CHOICES
-        if T > 2:
-            from_2 = tl.load(order_ptr + row_2, real_2, other=0) // CHOICES
-    x_at = x_ptr + tl.arange(0, BK)[:, None]
-    x_0 = x_at + from_0.to(tl.int64)[None, :] * PADDED
-    x_1 = x_at + from_1.to(tl.int64)[None, :] * PADDED
-    x_2 = x_at + from_2.to(tl.int64)[None, :] * PADDED
+          NEXT: tl.constexpr, TT: tl.constexpr, REST: tl.constexpr, OUT: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """TT + REST rows from row0 on (those before end are real); the weights are unpacked once for both products."""
+    row_0 = row0 + tl.arange(0, TT)
+    real_0, from_0, x_0 = _rows(x_ptr, order_ptr, row_0, end, CHOICES, PADDED, ACT, BK)
+    acc_0 = tl.zeros((OUT, TT), tl.float32)
+    if REST > 0:
+        row_1 = row0 + TT + tl.arange(0, REST)
+        real_1, from_1, x_1 = _rows(x_ptr, order_ptr, row_1, end, CHOICES, PADDED, ACT, BK)
+        acc_1 = tl.zeros((OUT, REST), tl.float32)
     words = tl.arange(0, BK // 8)[None, :]
     groups = tl.arange(0, BK // 128)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     base = (12 if FP8 else 254) - largest[:, None, None]
 
-    acc_0 = tl.zeros((OUT, TT), tl.float32)
-    acc_1 = tl.zeros((OUT, TT), tl.float32)
-    acc_2 = tl.zeros((OUT, TT), tl.float32)
     for k in range(0, K, BK):
         if K % BK == 0:
             w, s = tl.load(w_at + k // 8), (tl.load(s_at + k // 128) >> (groups % 4 * 8)) & 255
@@ -210,28 +195,23 @@ def _tile(x_ptr, x_scale_ptr, w_at, s_at, largest, row0, end, out, order_ptr, y_
         power = tl.broadcast_to((base + s)[:, :, None, :], (OUT, BK // 128, 4, 4)).reshape(OUT, BK // 8)
         a = _unpack(w, power, x_ptr.dtype.element_ty)
         acc_0 = _dot(a, tl.load(x_0 + k, real_0[None, :], other=0.0), acc_0)
-        if T > 1:
+        if REST > 0:
             acc_1 = _dot(a, tl.load(x_1 + k, real_1[None, :], other=0.0), acc_1)
-        if T > 2:
-            acc_2 = _dot(a, tl.load(x_2 + k, real_2[None, :], other=0.0), acc_2)
 
     high, low = _power(largest - (133 if FP8 else 128))
     _finish(acc_0, high, low, x_scale_ptr, from_0, row_0, real_0, out, order_ptr, y_ptr, stride, inner, beta, linear,
             SITU, ACT, FP8, NEXT)  # fmt: skip
-    if T > 1:
+    if REST > 0:
         _finish(acc_1, high, low, x_scale_ptr, from_1, row_1, real_1, out, order_ptr, y_ptr, stride, inner, beta,
-                linear, SITU, ACT, FP8, NEXT)  # fmt: skip
-    if T > 2:
-        _finish(acc_2, high, low, x_scale_ptr, from_2, row_2, real_2, out, order_ptr, y_ptr, stride, inner, beta,
                 linear, SITU, ACT, FP8, NEXT)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["NUM", "CHOICES"])
 def _grouped_kernel(x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, order_ptr, start_ptr, tile_ptr, first_ptr, beta, linear,
                     NUM, CHOICES, ROWS, stride, K: tl.constexpr, PADDED: tl.constexpr, ACT: tl.constexpr,
-                    SITU: tl.constexpr, FP8: tl.constexpr, NEXT: tl.constexpr, TT: tl.constexpr, T: tl.constexpr,
+                    SITU: tl.constexpr, FP8: tl.constexpr, NEXT: tl.constexpr, TT: tl.constexpr, REST: tl.constexpr,
                     OUT: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """One tile of up to T * TT rows of an expert times OUT rows of its W.
+    """One tile of up to TT + REST rows of an expert times OUT rows of its W.
 
     x [., PADDED] plane by plane; w int32 [E, ROWS, K / 8]; s uint8 [E, ROWS, K / 32]; order [n]: sorted row -> token *
     CHOICES + choice; start [E + 1]: an expert's first sorted row; tile [tiles]: tile -> expert, NUM if unused; first
@@ -243,7 +223,7 @@ def _grouped_kernel(x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, order_ptr, start_pt
     expert = tl.load(tile_ptr + tile)
     if expert >= NUM:
         return
-    row0 = tl.load(start_ptr + expert) + (tile - tl.load(first_ptr + expert)) * (T * TT)
+    row0 = tl.load(start_ptr + expert) + (tile - tl.load(first_ptr + expert)) * (TT + REST)
     end = tl.load(start_ptr + expert + 1)
 
     r = tl.arange(0, OUT)  # the rows of W, and in y the columns of their outputs
@@ -265,15 +245,15 @@ def _grouped_kernel(x_ptr, x_scale_ptr, w_ptr, s_ptr, y_ptr, order_ptr, start_pt
         s_at = s_ptr.to(tl.pointer_type(tl.int32)) + row_w[:, None, None] * (K // 128) + block + 0 * lane
     else:
         s_at = s_ptr + row_w[:, None, None] * (K // 32) + block * 4 + lane
-    if T > 2 and end - row0 > 2 * TT:
+    if REST > 0 and end - row0 <= REST:
         _tile(x_ptr, x_scale_ptr, w_at, s_at, largest, row0, end, out, order_ptr, y_ptr, stride, ROWS // 2, beta,
-              linear, CHOICES, K, PADDED, ACT, SITU, FP8, NEXT, TT, 3, OUT, BK)  # fmt: skip
-    elif T > 1 and end - row0 > TT:
+              linear, CHOICES, K, PADDED, ACT, SITU, FP8, NEXT, REST, 0, OUT, BK)  # fmt: skip
+    elif REST > 0 and end - row0 > TT:
         _tile(x_ptr, x_scale_ptr, w_at, s_at, largest, row0, end, out, order_ptr, y_ptr, stride, ROWS // 2, beta,
-              linear, CHOICES, K, PADDED, ACT, SITU, FP8, NEXT, TT, 2, OUT, BK)  # fmt: skip
+              linear, CHOICES, K, PADDED, ACT, SITU, FP8, NEXT, TT, REST, OUT, BK)  # fmt: skip
     else:
         _tile(x_ptr, x_scale_ptr, w_at, s_at, largest, row0, end, out, order_ptr, y_ptr, stride, ROWS // 2, beta,
-              linear, CHOICES, K, PADDED, ACT, SITU, FP8, NEXT, TT, 1, OUT, BK)  # fmt: skip
+              linear, CHOICES, K, PADDED, ACT, SITU, FP8, NEXT, TT, 0, OUT, BK)  # fmt: skip
 
 
 @triton.jit
@@ -328,7 +308,7 @@ def _grouped(z, ids, weights, experts, cfg, fp8, settings=None):
     if torch.version.hip:
         settings.pop("maxnreg", None)  # an option of NVIDIA's compiler
     planes, inner = 2 if fp8 else 4, experts.inner
-    order, start, tile, first = _tiles(ids, num, settings["T"] * settings["TT"])
+    order, start, tile, first = _tiles(ids, num, settings["TT"] + settings["REST"])
     x, scale = _planes(z.contiguous(), planes, fp8)
     act, y = z.new_empty(N * k, _padded(inner)), z.new_empty(N * k, L)
 

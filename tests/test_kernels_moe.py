@@ -1,4 +1,4 @@
-"""The Triton kernels of moe.py: router, input projection, gated activation, and the experts of a few tokens."""
+"""The Triton kernels of moe.py but the products of many tokens: router, input projection, activation, experts' GEMV."""
 
 import copy
 
@@ -19,6 +19,7 @@ from kernel_helpers import (
 import kernels
 import kernels.moe as K
 import moe
+from kernels import gated_act, moe_gemv
 
 GPU = not INTERPRETED and DEVICE == "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, in the interpreter, when values saturate
@@ -39,16 +40,16 @@ def test_in_the_interpreter():
 def few_programs(monkeypatch):
     """The interpreter takes as long for a small tile as for a large one."""
     if INTERPRETED:
-        monkeypatch.setattr(K, "W13_TILE", dict(BLOCK_R=64, BLOCK_G=2))
-        monkeypatch.setattr(K, "W2_TILE", dict(BLOCK_R=64, BLOCK_G=2))
+        monkeypatch.setattr(moe_gemv, "W13_TILE", dict(BLOCK_R=64, BLOCK_G=2))
+        monkeypatch.setattr(moe_gemv, "W2_TILE", dict(BLOCK_R=64, BLOCK_G=2))
 
 
-def ran(op, function):
-    """function's result with the Triton kernel of `op`, which must have run."""
-    before = kernels.counts[op, "triton"]
-    with kernels.use(**{op: "triton"}), torch.no_grad():
+def ran(op, function, backend="triton"):
+    """function's result with this backend of `op`, which must have run."""
+    before = kernels.counts[op, backend]
+    with kernels.use(**{op: backend}), torch.no_grad():
         out = function()
-    assert kernels.counts[op, "triton"] == before + 1
+    assert kernels.counts[op, backend] == before + 1
     return out
 
 
@@ -173,7 +174,7 @@ def test_experts(L, inner, N, k, act, dtype, limit):
     experts, values = packed_experts(5, L, inner)
     ids = torch.stack([torch.randperm(5)[:k] for _ in range(N)]).to(DEVICE)
     z, weights = torch.randn(N, L + 8).to(DEVICE, dtype)[:, 4:-4], torch.rand(N, k).to(DEVICE)
-    got = ran("experts", lambda: moe.routed_experts(z, ids, weights, experts, cfg))
+    got = ran("experts", lambda: moe.routed_experts(z, ids, weights, experts, cfg), "triton_gemv")
     assert got.dtype == dtype and got.is_contiguous()
     assert rel(got, by_token(z, ids, weights, **values, cfg=cfg)) < limit
 
@@ -189,7 +190,9 @@ def test_experts_that_all_tokens_share_and_experts_that_none_chose():
     z, ids, weights = torch.randn(3, 64), torch.tensor([[1, 3, 3], [3, 1, 3], [3, 3, 1]]), torch.rand(3, 3)
     want = by_token(z, ids, weights, **values, cfg=cfg)
     z[1] = torch.nan
-    got = ran("experts", lambda: moe.routed_experts(*(t.to(DEVICE) for t in (z, ids, weights)), experts, cfg))
+    got = ran(
+        "experts", lambda: moe.routed_experts(*(t.to(DEVICE) for t in (z, ids, weights)), experts, cfg), "triton_gemv"
+    )
     assert got[1].isnan().all() and rel(got[::2], want[::2]) < 1e-6
 
 
@@ -201,7 +204,9 @@ def test_every_scale(low, high):
     torch.manual_seed(0)
     experts, values = packed_experts(2, 64, 64, low, high)
     z, ids, weights = torch.randn(2, 64), torch.tensor([[0, 1], [1, 0]]), torch.rand(2, 2)
-    got = ran("experts", lambda: moe.routed_experts(*(t.to(DEVICE) for t in (z, ids, weights)), experts, cfg)).cpu()
+    got = ran(
+        "experts", lambda: moe.routed_experts(*(t.to(DEVICE) for t in (z, ids, weights)), experts, cfg), "triton_gemv"
+    ).cpu()
     want = by_token(z, ids, weights, **values, cfg=cfg)
     fits = (want.abs() < 1e38).double()
     if low == 1 and high == 60:  # products of two tiny matrices are below the smallest float32
@@ -244,18 +249,18 @@ def test_compiles():
     compile_for_all(K._router_kernel, signature, router, num_warps=1)
     compile_for_all(K._router_kernel, signature, router | dict(GROUPS=8, KEPT=4, BLOCK_G=8, BLOCK_S=128), num_warps=1)
     signature = dict(x="*bf16", out="*bf16", inner="i32", x_row="i32", beta="fp32", linear="fp32")
-    compile_for_all(K._act_kernel, signature, dict(SITU=True, BLOCK=1024))
+    compile_for_all(gated_act._act_kernel, signature, dict(SITU=True, BLOCK=1024))
     signature = dict(x="*bf16", w="*bf16", logits="*fp32", features="*bf16", N="i32", outs="i32", x_row="i32")
     tile = {n: v for n, v in K.in_tile(1).items() if n.startswith("BLOCK")}
     built = compile_for_all(K._in_kernel, signature, dict(H=7168, E=896) | tile, num_warps=4)
     assert "wgmma" in built["sm_90"].asm["ptx"]
     masks = dict(signs="i32", floats="i32")
     signature = dict(z="*fp32", ids="*i64", packed="*i32", scale="*u8", act="*fp32", inner="i32", K="i32") | masks
-    tile = {n: v for n, v in K.W13_TILE.items() if n.startswith("BLOCK")}
-    compile_for_all(K._w13_kernel, signature | dict(beta="fp32", linear="fp32"), dict(L=3584, SITU=True) | tile)
+    tile = {n: v for n, v in moe_gemv.W13_TILE.items() if n.startswith("BLOCK")}
+    compile_for_all(moe_gemv._w13_kernel, signature | dict(beta="fp32", linear="fp32"), dict(L=3584, SITU=True) | tile)
     signature = dict(act="*fp32", ids="*i64", weights="*fp32", packed="*i32", scale="*u8", y="*fp32", L="i32") | masks
-    tile = {n: v for n, v in K.W2_TILE.items() if n.startswith("BLOCK")}
-    compile_for_all(K._w2_kernel, signature, dict(INNER=3072) | tile, num_warps=1)
+    tile = {n: v for n, v in moe_gemv.W2_TILE.items() if n.startswith("BLOCK")}
+    compile_for_all(moe_gemv._w2_kernel, signature, dict(INNER=3072) | tile, num_warps=1)
 
 
 # ---------------------------------------------------------------- on a GPU, at real sizes
@@ -283,7 +288,9 @@ class TestRealSizes:
             experts.set_packed(name, *moe.mxfp4_pack(getattr(experts, name).detach().cuda()))
         z = torch.randn(N, 3584, device="cuda")
         ids, weights = torch.rand(N, 24, device="cuda").argsort(-1)[:, :16], torch.rand(N, 16, device="cuda")
-        got = [ran("experts", lambda: moe.routed_experts(z, ids, weights, experts, cfg)) for _ in range(50)]
+        got = [
+            ran("experts", lambda: moe.routed_experts(z, ids, weights, experts, cfg), "triton_gemv") for _ in range(50)
+        ]
         assert all(torch.equal(other, got[0]) for other in got)
         assert rel(got[0], moe.routed_experts.torch_path(z.double(), ids, weights.double(), experts, cfg)) < 1e-5
 
