@@ -136,7 +136,7 @@ class Weights(NamedTuple):
     lower_bound: float | None
 
 
-def kda_mix(qkv, r, b, w, past, state):
+def kda_mix(qkv, r, b, w, past, state, recurrence=kda):
     """B sequences from raw projections: qkv [B, T, 3hd], r [B, T, hd], b [B, T, h], conv past [B, K-1, 3hd], state
     [B, h, d, d] -> o [B, T, h, d] before its norm, past, state.
     """
@@ -144,7 +144,7 @@ def kda_mix(qkv, r, b, w, past, state):
     qk, v = F.silu(y).unflatten(-1, (3, len(w.A_log), -1)).split([2, 1], dim=2)
     q, k = l2norm(qk).unbind(2)
     g = log_decay((r + w.dt_bias).unflatten(-1, q.shape[2:]), w.A_log, w.lower_bound)
-    o, state = kda(q * q.shape[-1] ** -0.5, k, v[:, :, 0], g, wide(b).sigmoid(), state)
+    o, state = recurrence(q * q.shape[-1] ** -0.5, k, v[:, :, 0], g, wide(b).sigmoid(), state)
     return o, past, state
 
 
@@ -166,7 +166,7 @@ def write_state(S, conv, dst, before, state):
 
 
 @kernels.op("kda_prefill")
-def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
+def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part, recurrence=kda):
     """Sequences of any lengths, in the page pool.
 
     qkv [N, 3hd], gate [N, hd], r [N, hd], b [N, h]: raw projections of the part's rows; S [pages, h, d, d],
@@ -176,7 +176,7 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     out = torch.empty_like(gate)
     for first, last, T, rows in part.runs:
         x = (t[rows].unflatten(0, (last - first, T)) for t in (qkv, r, b))
-        o, *new = kda_mix(*x, w, *read_state(S, conv, src[first:last], part.past[first:last]))
+        o, *new = kda_mix(*x, w, *read_state(S, conv, src[first:last], part.past[first:last]), recurrence)
         write_state(S, conv, dst[first:last], *new)
         out[rows] = gated_norm(o.flatten(0, 1), gate[rows], w)
     return out

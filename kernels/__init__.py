@@ -21,7 +21,7 @@ from collections import Counter
 
 import torch
 
-FILES = ("attnres", "dense", "kda", "kda_step", "mla", "mla_prefill", "moe")
+FILES = ("attnres", "dense", "kda", "kda_fla", "kda_step", "mla", "mla_prefill", "moe")
 PREFERENCE = ("triton", "splitk", "cublas", "cudnn", "torch")  # what auto tries, in order; others run only by name
 counts = Counter()  # (op, backend) -> calls
 _ops = {}  # op -> {backend: (function, why_not, slower)}
