@@ -29,6 +29,5 @@ def recurrence(q, k, v, g, beta, state):
 
 @kernels.implement("kda_prefill", "fla", why_not)
 def kda_prefill(*args):
-    from kda import kda_prefill
-
-    return kda_prefill.torch_path(*args, recurrence=recurrence)
+    torch_path, _, _ = kernels._ops["kda_prefill"]["torch"]
+    return torch_path(*args, recurrence=recurrence)
