@@ -14,6 +14,7 @@ v1.0): two 4-bit floats a byte and one power-of-two scale for 32 of them; only t
 unpacked.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -233,6 +234,25 @@ class MLP(nn.Module):
         return {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": self.down_proj.weight}
 
 
+@contextlib.contextmanager
+def beside(x):
+    """What is in the block runs beside what comes after it, until the function that it yields is called. For a single
+    row on a GPU, where one kernel alone does not fill it; with more rows nothing is gained, and nothing happens.
+    """
+    if not x.is_cuda or len(x) > 1:
+        yield lambda: None
+        return
+    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        yield lambda: main.wait_stream(side)
+
+
+@functools.cache
+def _side_stream(device):
+    return torch.cuda.Stream(device)
+
+
 class MoE(nn.Module):
     """The mixture-of-experts layer. Without routed_expert_hidden_size the experts work at full width."""
 
@@ -255,12 +275,15 @@ class MoE(nn.Module):
         """x [N, H] -> [N, H]."""
         logits, features = in_projection(x, self.in_proj.weight, self.cfg.num_experts)
         z, shared = features.split([self.sizes[1], 2 * self.sizes[2]], dim=-1)
+        with beside(x) as join:
+            shared = self.shared_down_proj(gated_act(shared, self.cfg)) if self.cfg.num_shared_experts else None
         y = routed_experts(z if self.latent else x, *self.gate(logits), self.experts, self.cfg)
         if self.cfg.latent_moe_use_norm:
             y = self.routed_expert_norm(y)
         if self.latent:
             y = self.routed_expert_up_proj(y)
-        return y + self.shared_down_proj(gated_act(shared, self.cfg)) if self.cfg.num_shared_experts else y
+        join()
+        return y if shared is None else y + shared
 
     def published(self):
         """Published tensor name -> the view of our fused and stacked weights that holds it."""

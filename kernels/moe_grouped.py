@@ -30,16 +30,22 @@ INTERPRETED = tl.constexpr(kernels.interpreted())
 
 def config(rows, experts, fp8, dtype=torch.bfloat16):
     """Rows of a tile TT and REST, rows of W a program OUT, inputs a step BK, warps, stages; by rows per expert."""
-    if dtype == torch.float32 and not fp8:  # no tensor cores: small tiles, for correctness only
-        return dict(TT=16, REST=0, OUT=64, BK=128, num_warps=4, num_stages=2)
     mean = rows / experts
+    if dtype == torch.float32 and not fp8:  # no tensor cores: small tiles, for correctness only
+        return _settings(16, 0, 64, 4, 2)
     if mean <= 12:
-        return dict(TT=16, REST=0, OUT=128, BK=256, num_warps=4, num_stages=3)
+        return _settings(16, 0, 128, 4, 3)
     if mean <= 24:
-        return dict(TT=32, REST=0, OUT=128, BK=128, num_warps=4, num_stages=4)
+        return _settings(32, 0, 128, 4, 4)
     if mean <= 48:
-        return dict(TT=64, REST=0, OUT=128, BK=128, num_warps=4, num_stages=3)
-    return dict(TT=128, REST=64, OUT=128, BK=128, num_warps=8, num_stages=4 if fp8 else 3)
+        return _settings(64, 0, 64, 4, 3) if fp8 else _settings(64, 0, 128, 8, 3)
+    if mean <= 96:
+        return _settings(64, 32, 64, 4, 3) if fp8 else _settings(64, 32, 128, 8, 3)
+    return _settings(128, 32, 64, 4, 3) if fp8 else _settings(128, 32, 128, 8, 4)
+
+
+def _settings(TT, REST, OUT, num_warps, num_stages):
+    return dict(TT=TT, REST=REST, OUT=OUT, BK=128, num_warps=num_warps, num_stages=num_stages)
 
 
 @triton.jit
@@ -291,7 +297,7 @@ def _padded(width):
     return -(-width // 256) * 256
 
 
-def _tiles(ids, num, size):
+def tiles(ids, num, size):
     """ids [N, k] -> order [n], start [num + 1], tile [tiles], first [num]: see `_grouped_kernel`. No host sync."""
     ids, order = ids.flatten().int().sort(stable=True)
     start = torch.searchsorted(ids, torch.arange(num + 1, device=ids.device, dtype=ids.dtype), out_int32=True)
@@ -308,7 +314,7 @@ def _grouped(z, ids, weights, experts, cfg, fp8, settings=None):
     if torch.version.hip:
         settings.pop("maxnreg", None)  # an option of NVIDIA's compiler
     planes, inner = 2 if fp8 else 4, experts.inner
-    order, start, tile, first = _tiles(ids, num, settings["TT"] + settings["REST"])
+    order, start, tile, first = tiles(ids, num, settings["TT"] + settings["REST"])
     x, scale = _planes(z.contiguous(), planes, fp8)
     act, y = z.new_empty(N * k, _padded(inner)), z.new_empty(N * k, L)
 

@@ -23,7 +23,7 @@ import triton.language as tl
 import kernels
 from kernels.gated_act import gated
 from kernels.kda import registers
-from kernels.moe_grouped import combine, why_not
+from kernels.moe_grouped import combine, tiles, why_not
 
 INTERPRETED = tl.constexpr(kernels.interpreted())
 MOST = 26  # rows per expert, on average
@@ -48,7 +48,7 @@ def config(mean):
 @triton.jit
 def _rank_kernel(ids_ptr, order_ptr, start_ptr, n, NUM, BLOCK: tl.constexpr):
     """ids [n] int64 -> order [n]: the places of ids in ascending order, ties by place; start [NUM + 1]: how many are
-    below e. All against all: for some thousands that is faster than to sort.
+    below e. All against all: for a few thousand that is faster than to sort.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # first the places, then the experts, as if each stood first
     blocks = tl.cdiv(n, BLOCK)
@@ -57,8 +57,8 @@ def _rank_kernel(ids_ptr, order_ptr, start_ptr, n, NUM, BLOCK: tl.constexpr):
     value = tl.load(ids_ptr + i, is_row & (i < n), other=0) if is_row else expert.to(tl.int64)
     key = value << 32 | (i if is_row else 0 * i)
     rank = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, n, 128):
-        j = first + tl.arange(0, 128)
+    for first in range(0, n, 256):
+        j = first + tl.arange(0, 256)
         other = tl.load(ids_ptr + j, j < n, other=1 << 30) << 32 | j
         rank += tl.sum((other[None, :] < key[:, None]).to(tl.int32), 1)
     if is_row:
@@ -81,8 +81,8 @@ def _tile_kernel(start_ptr, tile_ptr, first_ptr, tiles, NUM, TT: tl.constexpr, S
         tl.store(tile_ptr + t + e, NUM + 0 * e, (t + e >= tl.sum(used, 0)) & (t + e < tiles))
 
 
-def tiles(ids, num, TT):
-    """ids [N, k] -> order [n], start [num + 1], tile [tiles], first [num]: see `_split_gemm`. No host sync."""
+def tiles_of_few(ids, num, TT):
+    """As in moe_grouped.py, in two launches."""
     n, new = ids.numel(), lambda size, dtype=torch.int32: torch.empty(size, dtype=dtype, device=ids.device)
     used = min(num, n)  # at most so many experts have a last tile that is not full
     order, start, tile, first = new(n, torch.int64), new(num + 1), new(used + (n - used) // TT), new(num)
@@ -261,7 +261,7 @@ def experts_split(z, ids, weights, experts, cfg, settings=None):
     """z [N, L] bf16, ids [N, k] int64, weights [N, k] float32 -> [N, L]. settings: as from `config`."""
     (N, L), k, num = z.shape, ids.shape[1], cfg.num_experts
     settings = settings or config(N * k / num)
-    order, start, tile, first = tiles(ids, num, settings["TT"])
+    order, start, tile, first = (tiles_of_few if N * k <= 4096 else tiles)(ids, num, settings["TT"])
     act, y = z.new_empty(N * k, experts.inner), z.new_empty(N * k, L)
     beta, linear = cfg.activation_situ_beta, cfg.activation_situ_linear_beta
 

@@ -209,7 +209,7 @@ def test_refuses_what_it_cannot_do():
 
 
 @compiled_only
-@pytest.mark.parametrize("act, fp8, rows", [(True, False, 1024), (False, True, 1024)])
+@pytest.mark.parametrize("act, fp8, rows", [(True, False, 1024), (False, True, 1024), (True, True, 131072)])
 def test_compiles(act, fp8, rows):
     """The sizes of K3; on Hopper the products are wgmma with weights from registers."""
     settings = grouped.config(rows, 896, fp8)

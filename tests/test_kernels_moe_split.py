@@ -54,7 +54,7 @@ def test_chosen_by_name():
 @pytest.mark.parametrize("N, E, k, TT", [(1, 5, 1, 8), (3, 40, 3, 8), (99, 7, 2, 16), (65, 60, 8, 8), (33, 896, 16, 8)])
 def test_rows_are_sorted_by_expert(N, E, k, TT):
     ids = choose(N, E, k, "one" if k == 2 else "random").to(DEVICE)
-    order, start, tile, first = (t.tolist() for t in split.tiles(ids, E, TT))
+    order, start, tile, first = (t.tolist() for t in split.tiles_of_few(ids, E, TT))
     flat = ids.flatten().tolist()
     assert order == sorted(range(N * k), key=lambda i: (flat[i], i))
     assert start == [sum(e < bound for e in flat) for bound in range(E + 1)]
