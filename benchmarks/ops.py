@@ -267,11 +267,9 @@ def rate(tflop_s):
 
 def cases(quick):
     """All rows, made one by one: the inputs of one are freed before the next."""
-    yield kda_prefill([8192], HEADS, 1.0, peer=True)  # FLA tunes itself for a minute, so it stands in two rows only
     yield kda_prefill([1024], HEADS, 0.15)
     yield kda_prefill([8192], 12)
     yield kda_prefill([1, 2, 15, 300, 700, 1024, 2048, 4102], HEADS)
-    yield kda_decode(64, HEADS, 0.21, peer=True)
     yield kda_decode(8, HEADS)
     yield kda_decode(1, HEADS, 0.010)
     yield kda_verify(1, 4, 12, 0.006)
@@ -306,8 +304,11 @@ def cases(quick):
     yield routed(16, experts)
     yield routed(64, experts, lambda row, copied: 1.35 * copied)
     if not quick:
+        yield routed(512, experts)
         yield routed(8192, experts, rate(350))
         yield routed(8192, experts, rate(500), "triton_w4a8")
+    yield kda_prefill([8192], HEADS, 1.0, peer=True)  # FLA tunes itself for a minute: it stands in two rows, the last
+    yield kda_decode(64, HEADS, 0.21, peer=True)
 
 
 def measure(case, rates):
@@ -348,16 +349,21 @@ def ops(args):
 
     Times are of CUDA graphs, with inputs rotated past the L2. The floor is the larger of bytes over the card's measured
     copy bandwidth and FLOPs over its measured bf16 matrix rate; of_floor is the time over it. --only: the ops named.
+    Ctrl-C ends early and keeps the rows that are done.
     """
     torch.manual_seed(args.seed)
     only, rows = set(filter(None, (args.only or "").split(","))), []
     if not only <= set(OPS):
         raise ValueError(f"--only {args.only}: there are {', '.join(OPS)}")
-    for case in cases(args.quick):
-        if not only or case.op in only:
-            rows.append(measure(case, args.card))
-            print(f"{case.op} {case.shape}: {rows[-1]['ms'] or rows[-1]['backend']}", file=args.log, flush=True)
-    print_table(rows, COLUMNS)
+    try:
+        for case in cases(args.quick):
+            if not only or case.op in only:
+                rows.append(measure(case, args.card))
+                print(f"{case.op} {case.shape}: {rows[-1]['ms'] or rows[-1]['backend']}", file=args.log, flush=True)
+    except KeyboardInterrupt:
+        print(f"interrupted: {len(rows)} rows are done", file=args.log)
+    if rows:
+        print_table(rows, COLUMNS)
     return rows
 
 
