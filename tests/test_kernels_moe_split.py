@@ -66,7 +66,8 @@ def test_rows_are_sorted_by_expert(N, E, k, TT):
 
 @triton.jit
 def unpack_kernel(w_ptr, out_ptr, DEEP: tl.constexpr):
-    row, width = tl.arange(0, 16), 64 if DEEP else 32
+    width: tl.constexpr = 64 if DEEP else 32
+    row = tl.arange(0, 16)
     a = split._unpack(tl.load(w_ptr + row[:, None] * 4 + tl.arange(0, 4)), DEEP)
     tl.store(out_ptr + row[:, None] * width + tl.arange(0, width), a.to(tl.float32))
 
