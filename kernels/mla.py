@@ -108,23 +108,24 @@ def _decode_kernel(
 
 
 @triton.jit
-def _merge_kernel(parts, parts_lse, o, lse, splits, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """parts [splits, rows, RANK], parts_lse [splits, rows] float32 -> o [rows, RANK], lse [rows], one row a program."""
-    CHUNK: tl.constexpr = 16
+def _merge_kernel(
+    parts,  # [splits, rows, RANK] float32
+    parts_lse,  # [splits, rows] float32
+    o,  # [rows, RANK]
+    lse,  # [rows] float32
+    splits,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,  # padded to a power of two
+    BLOCK_R: tl.constexpr,
+):
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    every = tl.arange(0, SPLITS)
-    each = tl.load(parts_lse + every * rows + row, mask=every < splits, other=float("-inf"))
+    s, c = tl.arange(0, SPLITS), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    each = tl.load(parts_lse + s * rows + row, mask=s < splits, other=float("-inf"))
+    part = tl.load(parts + (s * rows + row)[:, None] * RANK + c, mask=(s < splits)[:, None] & (c < RANK), other=0.0)
     top = tl.max(each, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)  # no share has seen anything: padding
-    total = tl.sum(tl.exp(each - base), 0)
-    c = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    acc = tl.zeros([CHUNK, BLOCK_R], tl.float32)
-    for i in range(0, splits, CHUNK):
-        s = i + tl.arange(0, CHUNK)
-        weight = tl.exp(tl.load(parts_lse + s * rows + row, mask=s < splits, other=float("-inf")) - base)
-        at = (s * rows + row)[:, None] * RANK + c
-        acc += weight[:, None] * tl.load(parts + at, mask=(s < splits)[:, None] & (c < RANK), other=0.0)
-    out = tl.sum(acc, 0) / tl.where(total == 0, 1.0, total)
+    weight = tl.exp(each - tl.where(top == float("-inf"), 0.0, top))  # no share has seen anything: padding
+    total = tl.sum(weight, 0)
+    out = tl.sum(weight[:, None] * part, 0) / tl.where(total == 0, 1.0, total)
     tl.store(o + row * RANK + c, out, mask=c < RANK)
     tl.store(lse + row, top + tl.log(total), mask=tl.program_id(1) == 0)
 
@@ -170,19 +171,14 @@ def mla_decode(q, stored, rank, part, scale, row_scale, config=None, splits=None
     block_h, block_n, num_warps, num_stages, forked = config
     tiles = triton.cdiv(rows, block_h)
     splits = splits or decode_splits(tiles * B, triton.cdiv(part.longest, block_n), _processors(q.device))
-    empty = functools.partial(torch.empty, device=q.device)
-    o, lse = empty(heads, B, T, rank, dtype=q.dtype), empty(heads, B, T, dtype=torch.float32)
-    parts, parts_lse = o, lse
-    if splits > 1:
-        parts, parts_lse = (empty(splits, *x.shape, dtype=torch.float32) for x in (o, lse))
-    _decode_kernel[tiles, splits, B](
+    run = lambda o, lse: _decode_kernel[tiles, splits, B](
         q,
         stored,
         part.table,
         part.past,
         row_scale,
-        parts,
-        parts_lse,
+        o,
+        lse,
         scale,
         T,
         heads,
@@ -199,11 +195,24 @@ def mla_decode(q, stored, rank, part, scale, row_scale, config=None, splits=None
         FORKED=forked,
         num_warps=num_warps,
     )
-    if splits > 1:
-        block_r = min(128, triton.next_power_of_2(rank))
-        grid = heads * B * T, triton.cdiv(rank, block_r)
+    return in_shares(run, q, rank, splits)
+
+
+def in_shares(run, q, rank, splits):
+    """q [B, T, h, d]; run(o, lse) fills [splits, h, B, T, rank] and [splits, h, B, T] -> the whole, [B, T, h, ...]."""
+    B, T, heads, _ = q.shape
+    empty = functools.partial(torch.empty, device=q.device)
+    o, lse = empty(heads, B, T, rank, dtype=q.dtype), empty(heads, B, T, dtype=torch.float32)
+    if splits == 1:
+        run(o, lse)
+    else:
+        parts, parts_lse = (empty(splits, *x.shape, dtype=torch.float32) for x in (o, lse))
+        run(parts, parts_lse)
         SPLITS = triton.next_power_of_2(splits)
-        _merge_kernel[grid](parts, parts_lse, o, lse, splits, RANK=rank, SPLITS=SPLITS, BLOCK_R=block_r, num_warps=4)
+        block_r = min(max(2048 // SPLITS, 16), triton.next_power_of_2(rank))
+        num_warps = triton.cdiv(SPLITS * block_r, 2048)  # so few, for what takes time is to start them and to wait
+        grid = heads * B * T, triton.cdiv(rank, block_r)
+        _merge_kernel[grid](parts, parts_lse, o, lse, splits, rank, SPLITS, block_r, num_warps=num_warps)
     return o.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
 
 

@@ -13,9 +13,11 @@ from mla import attend_rows, latent_write, mla_decode
 triton = pytest.importorskip("triton")
 
 from kernels import mla as triton_mla  # noqa: E402
+from kernels import mla_hopper  # noqa: E402
 
 P = 128
-LIMIT = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+LIMIT = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 6e-3}
+DECODE = {"triton": triton_mla.mla_decode, "gluon": mla_hopper.mla_decode}
 
 
 def history(past, T, width, dtype, P=P, pages=None, seed=0):
@@ -54,7 +56,7 @@ def bytes_of(x):
     return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
-def check(past, T, heads, rank, pe, dtype, latents=None, **how):
+def check(past, T, heads, rank, pe, dtype, latents=None, backend="triton", **how):
     """Runs the kernel and compares each real sequence with float64. -> o, lse."""
     kernel_config = {k: how.pop(k) for k in ("config", "splits") if k in how}
     slab, part, rows = history(past, T, rank + pe, latents or dtype, **how)
@@ -67,10 +69,10 @@ def check(past, T, heads, rank, pe, dtype, latents=None, **how):
     if kernel_config:
         o, lse = triton_mla.mla_decode(q, slab, rank, part, scale, row_scale, **kernel_config)
     else:
-        before = kernels.counts["mla_decode", "triton"]
-        with kernels.use(mla_decode="triton"), torch.no_grad():
+        before = kernels.counts["mla_decode", backend]
+        with kernels.use(mla_decode=backend), torch.no_grad():
             o, lse = mla_decode(q, slab, rank, part, scale, row_scale)
-        assert kernels.counts["mla_decode", "triton"] == before + 1
+        assert kernels.counts["mla_decode", backend] == before + 1
     assert o.shape == (len(past), T, heads, rank) and lse.shape == o.shape[:3] and o.dtype == dtype
     assert o.permute(2, 0, 1, 3).is_contiguous()
     assert o.isfinite().all()
@@ -151,6 +153,8 @@ def test_what_it_leaves_to_pytorch():
     assert "page" in why(q[..., :576], stored, 512, SimpleNamespace(page_size=100), 1.0, None)
     assert "float64" in why(q[..., :576].double(), stored, 512, part, 1.0, None)
     assert why(q[..., :576], stored, 512, part, 1.0, None) is None
+    assert mla_hopper.why_not(q[..., :576], stored, 512, part, 1.0, None) == "no Hopper GPU"
+    assert mla_hopper.slower(torch.zeros(8, 1, 12, 576)) and not mla_hopper.slower(torch.zeros(1, 4, 12, 576))
 
 
 @pytest.mark.parametrize("programs, tiles, want", [(1, 1, 1), (2, 2048, 64), (32, 256, 4), (132, 256, 1)])
@@ -210,6 +214,11 @@ def test_fp8_conversion_is_pytorchs(dtype):
 # ---------------------------------------------------------------- on a GPU
 
 
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+EACH = [("triton", torch.bfloat16), ("triton", FP8)]
+EACH += [pytest.param("gluon", torch.bfloat16, marks=pytest.mark.skipif(not hopper, reason="no Hopper GPU here"))]
+
+
 class TestGPU:
     pytestmark = on_gpu
 
@@ -219,32 +228,41 @@ class TestGPU:
     def test_decode(self, heads, T, dtype, latents):
         check([0, 14, 15, 16, None, 62, 63, 64, 126, 127, 128, 299, 2000], T, heads, 512, 64, dtype, latents)
 
-    @pytest.mark.parametrize("heads", [12, 96])
-    @pytest.mark.parametrize("latents", [None, FP8])
-    def test_a_long_history(self, heads, latents):
-        check([131_071, 5], 1, heads, 512, 64, torch.bfloat16, latents, P=1536)
+    @pytest.mark.skipif(not hopper, reason="no Hopper GPU here")
+    @pytest.mark.parametrize("heads", [1, 12, 96])
+    @pytest.mark.parametrize("T", [1, 4, 16])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_decode_on_hopper(self, heads, T, dtype):
+        past = [0, 14, 15, 16, None, 62, 63, 64, 126, 127, 128, 191, 192, 299, 2000]
+        check(past, T, heads, 512, 64, dtype, backend="gluon")
 
-    @pytest.mark.parametrize("latents", [None, FP8])
-    def test_a_slab_past_int32(self, latents):
+    @pytest.mark.parametrize("heads", [12, 96])
+    @pytest.mark.parametrize("backend, latents", EACH)
+    def test_a_long_history(self, heads, backend, latents):
+        check([131_071, 5], 1, heads, 512, 64, torch.bfloat16, latents, backend, P=1536)
+
+    @pytest.mark.parametrize("backend, latents", EACH)
+    def test_a_slab_past_int32(self, backend, latents):
         """Pages of which some begin past 2^31 elements."""
         pages = 2**31 // (128 * 576) + 2000
-        check([70_000, 100, None], 1, 12, 512, 64, torch.bfloat16, latents, pages=pages)
+        check([70_000, 100, None], 1, 12, 512, 64, torch.bfloat16, latents, backend, pages=pages)
 
     @pytest.mark.parametrize("heads", [12, 96])
-    @pytest.mark.parametrize("latents", [torch.bfloat16, FP8])
-    def test_the_same_bits_again(self, heads, latents):
+    @pytest.mark.parametrize("backend, latents", EACH)
+    def test_the_same_bits_again(self, heads, backend, latents):
         slab, part, _ = history([9000, 16_383, 64, None], 2, 576, latents)
         q = torch.randn(4, 2, heads, 576, dtype=torch.bfloat16, device=DEVICE)
         row_scale = torch.full([576], 0.5, dtype=torch.bfloat16, device=DEVICE) if latents == FP8 else None
-        first = triton_mla.mla_decode(q, slab, 512, part, 0.07, row_scale)
+        first = DECODE[backend](q, slab, 512, part, 0.07, row_scale)
         for _ in range(50):
-            again = triton_mla.mla_decode(q, slab, 512, part, 0.07, row_scale)
+            again = DECODE[backend](q, slab, 512, part, 0.07, row_scale)
             assert all(torch.equal(x, y) for x, y in zip(first, again))
 
-    def test_a_graph_follows_what_its_tensors_say(self):
-        slab, part, _ = history([5000, 300, 4000], 1, 576, torch.bfloat16)
+    @pytest.mark.parametrize("backend, latents", EACH[::2])
+    def test_a_graph_follows_what_its_tensors_say(self, backend, latents):
+        slab, part, _ = history([5000, 300, 4000], 1, 576, latents)
         q = torch.randn(3, 1, 96, 576, dtype=torch.bfloat16, device=DEVICE)
-        run = lambda: triton_mla.mla_decode(q, slab, 512, part, 0.07, None)
+        run = lambda: DECODE[backend](q, slab, 512, part, 0.07, None)
         run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -253,6 +271,26 @@ class TestGPU:
             part.past.copy_(torch.tensor(past))
             graph.replay()
             assert all(torch.equal(x, y) for x, y in zip(got, run()))
+
+    @pytest.mark.skipif(not hopper, reason="no Hopper GPU here")
+    @pytest.mark.parametrize("heads, backend", [(12, "triton"), (96, "gluon")])
+    def test_what_auto_takes_on_hopper(self, heads, backend):
+        slab, part, _ = history([300], 1, 576, torch.bfloat16)
+        before = kernels.counts["mla_decode", backend]
+        with torch.no_grad():
+            mla_decode(torch.randn(1, 1, heads, 576, dtype=torch.bfloat16, device=DEVICE), slab, 512, part, 0.07, None)
+        assert kernels.counts["mla_decode", backend] == before + 1
+
+    @pytest.mark.skipif(not hopper, reason="no Hopper GPU here")
+    def test_a_sequence_does_not_see_its_neighbours_on_hopper(self):
+        """With one plan the result of a sequence is the same bits alone and beside others."""
+        slab, part, _ = history([9000, 300, 4000], 1, 576, torch.bfloat16)
+        q = torch.randn(3, 1, 96, 576, dtype=torch.bfloat16, device=DEVICE)
+        both = mla_hopper.mla_decode(q, slab, 512, part, 0.07, None, splits=5)
+        for b in range(3):
+            alone = SimpleNamespace(**vars(part) | dict(past=part.past[b : b + 1], table=part.table[b : b + 1]))
+            o, lse = mla_hopper.mla_decode(q[b : b + 1], slab, 512, alone, 0.07, None, splits=5)
+            assert torch.equal(o[0], both[0][b]) and torch.equal(lse[0], both[1][b])
 
     def test_alone_and_in_a_batch(self):
         """The plan depends on the batch's size, so here they differ in the last bits."""
@@ -310,9 +348,27 @@ def test_decode_compiles(rows, latents, target, memory, monkeypatch):
 
 
 @compiled_only
+def test_decode_on_hopper_compiles():
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    signature = {}
+    for name, width in (("q_c_desc", 512), ("q_e_desc", 64), ("c_desc", 512), ("e_desc", 64)):
+        layout = gl.NVMMASharedLayout.get_default_for([64, width], gl.bfloat16)
+        signature[name] = f"tensordesc<bf16[64, {width}],{layout!r}>"
+    signature |= dict(table="*i32", past="*i32", o="*fp32", lse="*fp32", scale="fp32", T="i32", heads="i32", W="i32")
+    signature |= dict(PAGE="constexpr")
+    source = GluonASTSource(fn=mla_hopper._decode_kernel, signature=signature, constexprs=dict(PAGE=1536))
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8, maxnreg=168))
+    assert built.metadata.shared <= 232448
+    assert "wgmma" in built.asm["ptx"] and "cp.async.bulk.tensor" in built.asm["ptx"]
+
+
+@compiled_only
 def test_the_others_compile():
     merge = dict(parts="*fp32", parts_lse="*fp32", o="*bf16", lse="*fp32", splits="i32")
-    compile_for_all(triton_mla._merge_kernel, merge, dict(RANK=512, SPLITS=64, BLOCK_R=128))
+    compile_for_all(triton_mla._merge_kernel, merge, dict(RANK=512, SPLITS=64, BLOCK_R=32), num_warps=1)
     write = dict(kv="*bf16", norm="*bf16", stored="*fp8e4nv", slots="*i64", scale="*bf16", eps="fp32", kv_stride="i32")
     compile_for_all(triton_mla._write_kernel, write, dict(RANK=512, PE=64, R=512, E=64, FP8=True))
 
