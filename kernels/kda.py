@@ -3,8 +3,9 @@
 `kda_prefill`: sequences of any lengths, cut into chunks of 64 tokens. What does not need the state is done
 for all chunks at once, and only a few products per chunk remain for the ordered part:
 
-    prepare   grid chunks x heads    conv, SiLU, l2norm, gates; beta k e^G, beta v, q e^G, k e^{G_C - G}, A, P, e^{G_C}
-    inverse   grid chunks x heads    T = (I + A)^-1                      (both: kda_chunks.py)
+    prepare   grid chunks x heads    conv, SiLU, l2norm, gates; beta k e^G, q e^G, k e^{G_C - G}, A, P, e^{G_C}
+    values    grid chunks x heads    conv, SiLU; beta v                  (both: kda_chunks.py)
+    inverse   grid chunks x heads    T = (I + A)^-1                      (kda_inverse.py)
     scan      grid texts x heads     U = T (beta v - beta (k e^G) S),  o = (q e^G) S + P U,
                                      S = e^{G_C} S + (k e^{G_C - G})^T U: the state stays in registers
     norm      grid tokens x heads    RMSNorm(o) * sigmoid(gate)
@@ -19,7 +20,8 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels.kda_chunks import _fine, _inverse_kernel, _prepare_kernel, _round, _sigmoid
+from kernels.kda_chunks import _fine, _prepare_kernel, _round, _sigmoid, _values_kernel
+from kernels.kda_inverse import _inverse_kernel
 
 CHUNK = 64  # tokens; the kernels cut it into 4 blocks of 16
 TAPS = 4
@@ -33,8 +35,10 @@ def registers(n):
 
 PREPARE = dict(num_warps=8, num_stages=1, **registers(128))
 PREPARE_WIDE = dict(num_warps=8, num_stages=1)  # float32
+VALUES = dict(num_warps=4, num_stages=1)
 INVERSE = dict(num_warps=1, **registers(168))
-SCAN = dict(num_warps=4, STAGES=3, TILE=64)  # value channels of one program
+SCAN = dict(num_warps=8, STAGES=3, TILE=128)  # value channels of one program
+SCAN_GROUPS = dict(num_warps=4, STAGES=3, TILE=64)  # many programs: smaller ones fill the card more evenly
 SCAN_WIDE = dict(num_warps=8, STAGES=1, TILE=128)
 CARRY = dict(num_warps=8, num_stages=2)
 # Products of float32 as six of bfloat16 parts: exact to 2^-24, on tensor cores. As FMAs ("ieee") they spill registers.
@@ -76,7 +80,7 @@ def _scan_kernel(
     head = h.to(tl.int64)
     i, ch = tl.arange(0, 64), tl.arange(0, D)
     lone = tile * TILE < D  # "maps" has two sets of tiles: N, from a zero state, and M, from the identity without u
-    v = tile * TILE % D + tl.arange(0, TILE)
+    v = tile % (D // TILE) * TILE + tl.arange(0, TILE)
     states += (tl.program_id(2).to(tl.int64) * HEADS + h) * 3 * D * D + v[:, None] * D + ch
     at = h * D * D + ch * D + v[:, None]  # of a page
     if MODE == "pages":
@@ -86,18 +90,22 @@ def _scan_kernel(
     else:
         state = tl.where((v[:, None] == ch) & (tile * TILE >= D), 1.0, 0.0)
 
+    SIZE: tl.constexpr = 4 * 64 * D + 2 * 64 * 64
+    values = scratch + head * SIZE + 3 * 64 * D + v[:, None] * 64 + i
+    value = tl.load(values + tl.minimum(first, end - 1).to(tl.int64) * (HEADS * SIZE))
     for chunk in tl.range(first, end, num_stages=STAGES):
         index = chunk * HEADS + head
-        this = scratch + index * (4 * 64 * D + 2 * 64 * 64)
+        this = scratch + index * SIZE
+        # A load ahead in registers: shared memory has no room for three stages of everything.
+        beta_v, value = value, tl.load(values + tl.minimum(chunk + 1, end - 1).to(tl.int64) * (HEADS * SIZE))
         w = tl.load(this + i[:, None] * D + ch)
         k = tl.load(_fine(this + 2 * 64 * D) + i[:, None] * D + ch)
-        value = tl.load(this + 3 * 64 * D + v[:, None] * 64 + i)
         T = tl.load(_fine(this + 4 * 64 * D + 64 * 64) + i[:, None] * 64 + i)
         if MODE == "maps":
-            value = tl.where(lone, value, 0.0)
+            beta_v = tl.where(lone, beta_v, 0.0)
         kept = tl.load(decay + index * D + ch)
         left = state.to(dtype)
-        error = _round(tl.dot(left, tl.trans(w), acc=value.to(tl.float32), input_precision=PRECISION), dtype)
+        error = _round(tl.dot(left, tl.trans(w), acc=beta_v.to(tl.float32), input_precision=PRECISION), dtype)
         U = _round(tl.dot(error, tl.trans(T), input_precision=PRECISION), dtype)
         if MODE != "maps":
             row, rows = tl.load(table + chunk * 4).to(tl.int64), tl.load(table + chunk * 4 + 1)
@@ -189,15 +197,20 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     exact = wide or not w.lower_bound or w.lower_bound < -5  # float32 keeps its digits only without splits
     gate_kind = "free" if not w.lower_bound else "deep" if exact else "bounded"
     precision, solve = (WIDE_PRECISION, WIDE_PRECISION) if wide else ("ieee", SOLVE_PRECISION)
+    taps = w.conv.t().contiguous()  # neighbouring channels of a tap
     _prepare_kernel[heads, chunks](
-        qkv, r, b, w.conv, w.A_log, w.dt_bias, conv, src, part.past, table, chains, scratch, pairs, decay, windows,
+        qkv, r, b, taps, w.A_log, w.dt_bias, conv, src, part.past, table, chains, scratch, pairs, decay, windows,
         texts, w.lower_bound or 0.0,
         qkv.stride(0), r.stride(0), b.stride(0), src.stride(0), conv.stride(0), conv.stride(1),
         heads, d, gate_kind, precision, **(PREPARE_WIDE if wide else PREPARE),
     )  # fmt: skip
+    _values_kernel[heads, chunks](
+        qkv, b, taps, conv, src, part.past, table, chains, scratch, texts,
+        qkv.stride(0), b.stride(0), src.stride(0), conv.stride(0), conv.stride(1), heads, d, **VALUES,
+    )  # fmt: skip
     _inverse_kernel[heads, chunks](pairs, scratch, heads, d, solve, **INVERSE)
     length, groups = groups_of(texts, heads, _longest(part))
-    launch = SCAN_WIDE if wide else SCAN
+    launch = SCAN_WIDE if wide else SCAN_GROUPS if groups > 1 else SCAN
     launch = launch | dict(TILE=min(d, launch["TILE"]))
 
     def scan(mode, tiles):

@@ -175,7 +175,7 @@ def test_why_not(change):
 
 
 SIGNATURE = dict(
-    A_log="*fp32", dt_bias="*fp32", conv_weight="*fp32", src="*i64", dst="*i64", past="*i32", table="*i32",
+    A_log="*fp32", dt_bias="*fp32", taps="*fp32", src="*i64", dst="*i64", past="*i32", table="*i32",
     chains="*i32", pairs="*fp32", decay="*fp32", o_norm="*fp32", S="*fp32", states="*fp32",
     n_chains="i32", lower_bound="fp32", groups="i32", length="i32", eps="fp32", N="i32",
 )  # fmt: skip
@@ -196,9 +196,11 @@ def compile_kernel(kernel, dtype, launch, **constants):
 def test_compiles_for_bfloat16():
     built = compile_kernel(triton_kda._prepare_kernel, "bf16", triton_kda.PREPARE, GATE="bounded", PRECISION="ieee")
     assert "wgmma" in built["sm_90"].asm["ptx"]
+    compile_kernel(triton_kda._values_kernel, "bf16", triton_kda.VALUES)
     compile_kernel(triton_kda._inverse_kernel, "bf16", triton_kda.INVERSE, PRECISION=triton_kda.SOLVE_PRECISION)
     built = compile_kernel(triton_kda._scan_kernel, "bf16", triton_kda.SCAN, MODE="pages", PRECISION="ieee")
     assert "wgmma" in built["sm_90"].asm["ptx"] and built["sm_90"].metadata.shared <= 227 * 1024
+    compile_kernel(triton_kda._scan_kernel, "bf16", triton_kda.SCAN_GROUPS, MODE="maps", PRECISION="ieee")
 
 
 @compiled_only
