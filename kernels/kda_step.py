@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 
 import kernels
+from kernels.overlap import overlap
 
-# A shape for the compiler's sake: q and k are handled side by side, [D, 2], one element a thread. A vector [D], shorter
+# Shapes for the compiler's sake. q and k are handled side by side, [D, 2], one element a thread. A vector [D], shorter
 # than the program has threads, would be loaded and computed again in every thread that needs an element of it. So the
-# decay is computed twice, [D, 2], rather than 32 times.
+# decay is computed twice, [D, 2], rather than 32 times. And the state is [D, C, W], C groups of W value channels: with
+# rows of 64 values rather than 128, a thread holds parts of half as many, and needs half as many elements of q and k.
 
 
 @triton.jit
@@ -45,12 +47,22 @@ def _token(qkv, r, b, cqk, cv, cr, head, there):
 
 
 @triton.jit
-def _conv_silu(x0, x1, x2, x3, weight, c):
-    """SiLU of the causal convolution of channels c over their last four inputs, oldest first."""
+def _taps(weight, c):
     w = weight + 4 * c
-    y = x0.to(tl.float32) * tl.load(w) + x1.to(tl.float32) * tl.load(w + 1)
-    y += x2.to(tl.float32) * tl.load(w + 2) + x3.to(tl.float32) * tl.load(w + 3)
+    return tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3)
+
+
+@triton.jit
+def _conv_silu(x0, x1, x2, x3, w):
+    """SiLU of the causal convolution with the taps w of channels' last four inputs, oldest first."""
+    y = x0.to(tl.float32) * w[0] + x1.to(tl.float32) * w[1]
+    y += x2.to(tl.float32) * w[2] + x3.to(tl.float32) * w[3]
     return y * tl.sigmoid(y)
+
+
+@triton.jit
+def _add(a0, b0, c0, d0, e0, a1, b1, c1, d1, e1):
+    return a0 + a1, b0 + b1, c0 + c1, d0 + d1, e0 + e1
 
 
 @triton.jit
@@ -64,13 +76,18 @@ def _step(
     qkv, gate, r, b, out, weight, A_log, dt_bias, o_norm, S, conv, src, dst, past, accepted, eps,
     qkv_row, gate_row, r_row, b_row, S_page, conv_page, conv_row, src_stride, dst_stride,
     H: tl.constexpr, D: tl.constexpr, BV: tl.constexpr, LOWER_BOUND: tl.constexpr, T: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (head, sequence, tile of BV value channels). out None: nothing is output; dst None: nothing is written;
     accepted None: all T tokens count. Where BV < D, out takes o before its norm, in float32.
     """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()  # `_norm` may start; it waits for this kernel's end where it must
     head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
     source, before = tl.load(src + seq * src_stride), tl.load(past + seq)
     live = (before > 0) & (source >= 0)  # else the sequence starts from zero, whatever the page holds
+    W: tl.constexpr = min(BV, 64)
+    C: tl.constexpr = BV // W
     ik, iv = tl.arange(0, D), tl.program_id(2) * BV + tl.arange(0, BV)  # key and value channels
     pair = tl.arange(0, 2)[None, :]
     cr = head * D + ik[:, None] + 0 * pair
@@ -90,10 +107,13 @@ def _step(
     if accepted is not None:
         steps = tl.minimum(tl.maximum(tl.load(accepted + seq), 0), T)
 
-    at = head * D * D + ik[:, None] * D + iv[None, :]
-    state = tl.load(S + source * S_page + at, mask=live, other=0.0)
+    # 64 bits, for one address with constants added; no mask, under which not all loads would be under way at once.
+    column = tl.program_id(2) * BV + tl.arange(0, C)[:, None] * W + tl.arange(0, W)[None, :]  # iv as [C, W]
+    at = head * D * D + (ik[:, None, None] * D).to(tl.int64) + column[None, :, :].to(tl.int64)
+    state = tl.where(live, tl.load(S + tl.where(live, source, 0) * S_page + at), 0.0)
     x0, x1, x2 = _window(conv + source * conv_page, conv_row, cqk, live)
     y0, y1, y2 = _window(conv + source * conv_page, conv_row, cv, live)
+    wqk, wv = _taps(weight, cqk), _taps(weight, cv)
     x3, y3, r3, b3 = _token(qkv, r, b, cqk, cv, cr, head, steps > 0)
     rate, bias = tl.exp(tl.load(A_log + head).to(tl.float32)), tl.load(dt_bias + cr).to(tl.float32)
     if out is not None:
@@ -105,23 +125,35 @@ def _step(
             x4, y4, r4, b4 = _token(qkv, r, b, cqk, cv, cr, head, t + 1 < steps)  # the next token's, ahead of their use
             if out is not None:
                 opening = tl.load(gate + t * gate_row + iv)
-            qk = _conv_silu(x0, x1, x2, x3, weight, cqk)
-            v = _conv_silu(y0, y1, y2, y3, weight, cv)
+            qk = _conv_silu(x0, x1, x2, x3, wqk)
+            v = _conv_silu(y0, y1, y2, y3, wv)
             z = r3.to(tl.float32) + bias
             if LOWER_BOUND is None:
                 g = -rate * (tl.maximum(z, 0.0) + tl.log(1 + tl.exp(-tl.abs(z))))  # softplus
             else:
                 g = LOWER_BOUND * tl.sigmoid(rate * z)
             decay, _ = tl.split(tl.exp(g))
-            q, k = tl.split(qk * tl.rsqrt(tl.sum(qk * qk, axis=0) + 1e-6)[None, :])
+            beta = tl.sigmoid(b3.to(tl.float32))
+            if BV == D:
+                qk *= tl.rsqrt(tl.sum(qk * qk, axis=0) + 1e-6)[None, :]
+            q, k = tl.split(qk)
+            q, k = q[:, None, None], k[:, None, None]
 
-            state *= decay[:, None]
-            u = tl.sigmoid(b3.to(tl.float32)) * (v - tl.sum(state * k[:, None], axis=0))
-            state += k[:, None] * u[None, :]
-            if out is not None:
-                o = tl.sum(state * q[:, None], axis=0) * D**-0.5
-                if BV == D:
+            state *= decay[:, None, None]
+            if BV == D:
+                u = beta * (v - tl.reshape(tl.sum(state * k, axis=0), [BV]))
+                state += k * tl.reshape(u, [C, W])[None, :, :]
+                if out is not None:
+                    o = tl.reshape(tl.sum(state * q, axis=0), [BV]) * D**-0.5
                     o = _gated_norm(o, norm, opening, eps, D)
+            else:  # what counts is how often the threads wait for each other: one sum, also of the norms of q and k
+                one = tl.full([1, C, W], 1.0, tl.float32)
+                products = state * k, state * q, k * k * one, q * q * one, q * k * one
+                kS, qS, kk, qq, qk = [tl.reshape(x, [BV]) for x in tl.reduce(products, 0, _add)]
+                u = beta * (v - kS * tl.rsqrt(kk + 1e-6)) * tl.rsqrt(kk + 1e-6)
+                state += k * tl.reshape(u, [C, W])[None, :, :]
+                o = (qS + qk * u) * (tl.rsqrt(qq + 1e-6) * D**-0.5)
+            if out is not None:
                 tl.store(out + t * H * D + iv, o.to(out.dtype.element_ty))
             x0, x1, x2, x3 = x1, x2, x3, x4
             y0, y1, y2, y3, r3, b3 = y1, y2, y3, y4, r4, b4
@@ -134,11 +166,14 @@ def _step(
 
 
 @triton.jit
-def _norm(o, gate, out, o_norm, gate_row, eps, H: tl.constexpr, D: tl.constexpr):
+def _norm(o, gate, out, o_norm, gate_row, eps, H: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr):
     """The norm and gate that `_step` leaves where it cuts heads into tiles: program (head, row)."""
     head, row, v = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, D)
     at = (row * H + head) * D + v
-    y = _gated_norm(tl.load(o + at), tl.load(o_norm + v), tl.load(gate + row * gate_row + head * D + v), eps, D)
+    weight, opening = tl.load(o_norm + v), tl.load(gate + row * gate_row + head * D + v)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    y = _gated_norm(tl.load(o + at), weight, opening, eps, D)
     tl.store(out + at, y.to(out.dtype.element_ty))
 
 
@@ -148,7 +183,7 @@ def config(d, heads, output_only):
     Only what is not written can be cut into tiles: programs of one head would overwrite its q and k inputs while others
     read them. It pays where there are few heads.
     """
-    if output_only and d == 128 and heads <= 32:
+    if output_only and d == 128 and heads <= 48:
         return 16, 4
     return d, {32: 1, 64: 4, 128: 4}[d]
 
@@ -162,12 +197,14 @@ def launch(qkv, gate, r, b, w, S, conv, src, dst, past, accepted, T):
     gate = r if gate is None else gate  # not read
     strides = [x.stride(0) for x in (qkv, gate, r, b, S, conv)] + [conv.stride(1), src.stride(0)]
     strides += [0 if dst is None else dst.stride(0)]
+    early = {} if o is out else overlap(qkv.device)
     _step[h, B, d // width](
         qkv, gate, r, b, o, w.conv, w.A_log, w.dt_bias, w.o_norm, S, conv, src, dst, past, accepted, w.eps, *strides,
-        H=h, D=d, BV=width, LOWER_BOUND=w.lower_bound or None, T=T, num_warps=warps,
+        H=h, D=d, BV=width, LOWER_BOUND=w.lower_bound or None, T=T, OVERLAP=bool(early), num_warps=warps,
     )  # fmt: skip
     if o is not out:
-        _norm[h, B * T](o, gate, out, w.o_norm, gate.stride(0), w.eps, H=h, D=d, num_warps=1)
+        args = o, gate, out, w.o_norm, gate.stride(0), w.eps
+        _norm[h, B * T](*args, H=h, D=d, OVERLAP=bool(early), num_warps=1, **early)
     return out
 
 

@@ -58,6 +58,14 @@ def check_step(terms, blocks, mix, norm):
     assert all(torch.equal(*pair) for pair in zip(before, held))
 
 
+@pytest.fixture(params=[0, 16], ids=["whole", "sliced"])
+def tokens_cut(request, monkeypatch):
+    """Up to how many tokens are cut into slices: none, or all that these tests have."""
+    from kernels import attnres
+
+    monkeypatch.setattr(attnres, "SLICED", request.param)
+
+
 def test_in_the_interpreter():
     if not INTERPRETED:
         run_interpreted(__file__)
@@ -66,7 +74,7 @@ def test_in_the_interpreter():
 @interpreted
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("J", range(1, 10))
-def test_candidates(J, dtype):
+def test_candidates(J, dtype, tokens_cut):
     terms, blocks, mix, (weight, eps) = random_step(J, 2, 100, dtype)
     check_step(terms, blocks, mix, (weight, eps))
     check_step(terms, blocks, mix, (weight.float(), eps))  # a wide result shows that nothing was rounded before
@@ -75,7 +83,7 @@ def test_candidates(J, dtype):
 @interpreted
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("snapshots", [0, 2])
-def test_variants(snapshots, dtype):
+def test_variants(snapshots, dtype, tokens_cut):
     """Nothing pending, a new sum, no norm: the output mixture, which stays wide. No snapshots: mix may be None."""
     (s, y), blocks, mix, norm = random_step(snapshots + 1, 2, 48, dtype)
     for terms in ((s, y), (s, None), (None, y)):
@@ -88,7 +96,7 @@ def test_variants(snapshots, dtype):
 
 @interpreted
 @pytest.mark.parametrize("N, H", [(1, 1), (2, 31), (1, 33), (2, 600), (5, 192), (0, 48)])
-def test_shapes(N, H):
+def test_shapes(N, H, tokens_cut):
     terms, blocks, mix, norm = random_step(3, N, H, torch.float32)
     if N:
         return check_step(terms, blocks, mix, norm)
@@ -106,7 +114,7 @@ def test_what_it_refuses():
 
 
 @interpreted
-def test_a_nan_stays_in_its_token():
+def test_a_nan_stays_in_its_token(tokens_cut):
     for at in ("s", "y", 0, 1):
         (s, y), blocks, mix, norm = random_step(3, 3, 48, torch.float32)
         _, clean = step((s, y), blocks, mix, norm)
@@ -116,14 +124,14 @@ def test_a_nan_stays_in_its_token():
 
 
 @interpreted
-def test_large_scores():
+def test_large_scores(tokens_cut):
     """Softmax weights of exactly 0 and 1: scores of +-1000 overflow nothing."""
     terms, blocks, (n, p, eps), norm = random_step(5, 3, 48, torch.float32)
     check_step(terms, blocks, (n, 300 * p, eps), norm)
 
 
 @interpreted
-def test_no_row_beyond_the_end_is_read():
+def test_no_row_beyond_the_end_is_read(tokens_cut):
     """Rows of wider memory: what lies around the tensors is NaN."""
     terms, blocks, mix, norm = random_step(3, 3, 40, torch.float32)
     surround = lambda t: torch.cat([torch.full_like(t, torch.nan), t, torch.full_like(t, torch.nan)])[3:6]
@@ -178,9 +186,21 @@ def test_compiles(missing):
 
     signature = {name: kind for name, kind in SIGNATURE.items() if name not in missing}
     signature["blocks"] = () if "blocks" in missing else ("*bf16",) * 8
-    constants = dict.fromkeys(missing) | {"BLOCK": 8192, "STAGES": 4, "EARLY": False}
+    constants = dict.fromkeys(missing) | {"BLOCK": 8192, "GROUP": 4, "STAGES": 3, "EARLY": True}
     constants.pop("blocks", None)
     compile_for_all(_residual_kernel, signature, constants, num_warps=8)
+
+
+@compiled_only
+@pytest.mark.parametrize("name", ["_sums_kernel", "_mix_kernel", "_norm_kernel"])
+def test_slices_compile(name):
+    from kernels import attnres
+
+    kernel = getattr(attnres, name)
+    types = SIGNATURE | dict.fromkeys(("sums", "mixture", "lengths"), "*fp32") | {"blocks": ("*bf16",) * 8, "P": "i32"}
+    constants = {"C": 256, "ROWS": 8, "PARTS": 32, "LAST": False, "OVERLAP": False}
+    pick = lambda d: {arg: d[arg] for arg in kernel.arg_names if arg in d}
+    compile_for_all(kernel, pick(types), pick(constants), num_warps=2)
 
 
 # ---------------------------------------------------------------- on a GPU
@@ -194,7 +214,7 @@ def marked(test):
 
 @marked
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("N", [1, 2, 17, 300])
+@pytest.mark.parametrize("N", [1, 2, 16, 17, 300])
 @pytest.mark.parametrize("J", [1, 2, 9])
 def test_on_a_gpu(J, N, dtype):
     terms, blocks, mix, norm = random_step(J, N, 7168, dtype)
