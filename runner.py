@@ -142,6 +142,8 @@ class Runner:
         except NotCapturable as e:
             return str(e)
         except RuntimeError as e:  # a function of `kernels.use` that waits for the GPU, as a print does
+            generator = torch.cuda.default_generators[self.pool.slabs.device.index or 0]
+            generator.graphsafe_set_state(generator.clone_state())  # or PyTorch takes it to be capturing still
             if any(callable(choice) for layer in kernels.current() for _, choice in layer):
                 return f"{e}".splitlines()[0]
             raise

@@ -38,7 +38,7 @@ def _load(c_desc, e_desc, k_c, k_e, k_full, row, slot, pred):
 @gluon.jit
 def _row_of(pages, PAGE: gl.constexpr, tile):
     """Where a tile of the history begins in the slab."""
-    return gl.load(pages + tile * BLOCK // PAGE) * PAGE + tile * BLOCK % PAGE
+    return gl.load(pages + tile * BLOCK // PAGE).to(gl.int32) * PAGE + tile * BLOCK % PAGE
 
 
 @gluon.jit
@@ -121,8 +121,8 @@ def _decode_kernel(
     q_e_desc,  # and [64, 64]
     c_desc,  # stored [slots, 576] as tiles [64, 512]
     e_desc,  # and [64, 64]
-    table,  # [B, W] int32
-    past,  # [B] int32
+    table,  # [B, W] int32, or int64 as graphs have it
+    past,  # [B] likewise
     o,  # [splits, heads, B, T, 512]
     lse,  # [splits, heads, B, T] float32
     scale,
@@ -133,7 +133,7 @@ def _decode_kernel(
 ):
     tile, split, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     splits, B, at = gl.num_programs(1), gl.num_programs(2), tile * BLOCK
-    seen = gl.load(past + b)  # token t of the sequence sees rows <= seen + t
+    seen = gl.load(past + b).to(gl.int32)  # token t of the sequence sees rows <= seen + t
     pages = table + b.to(gl.int64) * W
     length = gl.where(gl.load(pages) < 0, 0, seen + T)  # a sequence without pages has no history
     tiles = gl.cdiv(length, BLOCK)

@@ -261,6 +261,7 @@ class TestGPU:
     @pytest.mark.parametrize("backend, latents", EACH[::2])
     def test_a_graph_follows_what_its_tensors_say(self, backend, latents):
         slab, part, _ = history([5000, 300, 4000], 1, 576, latents)
+        part.past, part.table = part.past.long(), part.table.long()  # as the engine's graphs have them
         q = torch.randn(3, 1, 96, 576, dtype=torch.bfloat16, device=DEVICE)
         run = lambda: DECODE[backend](q, slab, 512, part, 0.07, None)
         run()
@@ -348,7 +349,8 @@ def test_decode_compiles(rows, latents, target, memory, monkeypatch):
 
 
 @compiled_only
-def test_decode_on_hopper_compiles():
+@pytest.mark.parametrize("ids", ["*i32", "*i64"])
+def test_decode_on_hopper_compiles(ids):
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -357,7 +359,7 @@ def test_decode_on_hopper_compiles():
     for name, width in (("q_c_desc", 512), ("q_e_desc", 64), ("c_desc", 512), ("e_desc", 64)):
         layout = gl.NVMMASharedLayout.get_default_for([64, width], gl.bfloat16)
         signature[name] = f"tensordesc<bf16[64, {width}],{layout!r}>"
-    signature |= dict(table="*i32", past="*i32", o="*fp32", lse="*fp32", scale="fp32", T="i32", heads="i32", W="i32")
+    signature |= dict(table=ids, past=ids, o="*fp32", lse="*fp32", scale="fp32", T="i32", heads="i32", W="i32")
     signature |= dict(PAGE="constexpr")
     source = GluonASTSource(fn=mla_hopper._decode_kernel, signature=signature, constexprs=dict(PAGE=1536))
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8, maxnreg=168))

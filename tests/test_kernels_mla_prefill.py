@@ -65,7 +65,8 @@ def check(*args, backend="triton"):
     assert out.dtype == args[0].dtype and out.shape[:2] == args[0].shape[:2]
     error = rel(out, float64(*args))
     print(f"mla_prefill {backend} {args[0].dtype} {args[3].lengths} after {args[3].pasts}: {error:.1e}")
-    assert error < LIMIT[args[0].dtype]
+    # The FMAs of a float32 product add up a history key by key, which is off by about the root of as many roundings.
+    assert error < max(LIMIT[args[0].dtype], 2**-24 * args[3].longest ** 0.5)
     return out
 
 
