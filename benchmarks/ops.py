@@ -368,10 +368,11 @@ def ops(args):
 
 
 def plot(plt, rows, card):
-    """A roofline: what each op reaches of the card's bandwidth and matrix rate, over FLOPs per byte."""
+    """A roofline: what each op that counts FLOPs reaches of the card's bandwidth and matrix rate."""
     bandwidth, rate = card["copy_bytes_s"], card["matrix_flops_s"]
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    x = np.logspace(-2, 4, 200)
+    intensities = [r["TFLOP"] * 1e3 / r["GB"] for r in rows if r["ms"] and r["TFLOP"]]
+    x = np.geomspace(min(intensities, default=1) / 2, max(intensities, default=1e3) * 2, 200)
     axes.loglog(x, np.minimum(x * bandwidth, rate) / 1e12, color="black", label="floor: measured copy and matrix rate")
     for op in dict.fromkeys(r["op"] for r in rows):
         mine = [r for r in rows if r["op"] == op and r["ms"] and r["TFLOP"]]
