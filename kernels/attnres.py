@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels.overlap import overlap
+from kernels.launch import overlap
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16384  # values of a row that fit the registers of one program

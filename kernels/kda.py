@@ -22,15 +22,11 @@ import triton.language as tl
 import kernels
 from kernels.kda_chunks import _fine, _prepare_kernel, _round, _sigmoid, _values_kernel
 from kernels.kda_inverse import _inverse_kernel
+from kernels.launch import registers
 
 CHUNK = 64  # tokens; the kernels cut it into 4 blocks of 16
 TAPS = 4
 SMS = 132  # the scan is cut into groups where it has far fewer programs than this
-
-
-def registers(n):
-    """A launch's limit of registers per thread, for more programs per SM; only NVIDIA's compiler takes one."""
-    return {} if torch.version.hip or kernels.interpreted() else dict(maxnreg=n)
 
 
 PREPARE = dict(num_warps=8, num_stages=1, **registers(128))

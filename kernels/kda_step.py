@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels.overlap import overlap
+from kernels.launch import overlap
 
 # Shapes for the compiler's sake. q and k are handled side by side, [D, 2], one element a thread. A vector [D], shorter
 # than the program has threads, would be loaded and computed again in every thread that needs an element of it. So the

@@ -310,9 +310,7 @@ def tiles(ids, num, size):
 
 def _grouped(z, ids, weights, experts, cfg, fp8, settings=None):
     (N, L), k, num = z.shape, ids.shape[1], cfg.num_experts
-    settings = dict(settings or config(N * k, num, fp8, z.dtype))
-    if torch.version.hip:
-        settings.pop("maxnreg", None)  # an option of NVIDIA's compiler
+    settings = settings or config(N * k, num, fp8, z.dtype)
     planes, inner = 2 if fp8 else 4, experts.inner
     order, start, tile, first = tiles(ids, num, settings["TT"] + settings["REST"])
     x, scale = _planes(z.contiguous(), planes, fp8)

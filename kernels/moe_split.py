@@ -22,7 +22,7 @@ import triton.language as tl
 
 import kernels
 from kernels.gated_act import gated
-from kernels.kda import registers
+from kernels.launch import registers
 from kernels.moe_grouped import combine, tiles, why_not
 
 INTERPRETED = tl.constexpr(kernels.interpreted())

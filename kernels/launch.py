@@ -1,0 +1,24 @@
+"""Options of a launch that only NVIDIA's compiler, or only its newer GPUs, take; empty elsewhere."""
+
+import functools
+
+import torch
+
+import kernels
+
+
+def registers(n):
+    """A limit of registers per thread, for more programs per multiprocessor."""
+    return {} if torch.version.hip or kernels.interpreted() else dict(maxnreg=n)
+
+
+@functools.cache
+def overlap(device):
+    """For a kernel that starts before the one ahead of it has ended: half the cost of a launch.
+
+    NVIDIA calls it programmatic dependent launch and has it since Hopper. The kernel ahead says
+    `gdc_launch_dependents()` first of all; this one loads what is older than that kernel, and then says `gdc_wait()`,
+    which waits for its end. Where this is empty, neither may be said.
+    """
+    there = not kernels.interpreted() and torch.version.cuda and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"launch_pdl": True} if there else {}
