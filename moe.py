@@ -242,15 +242,17 @@ def beside(x):
     if not x.is_cuda or len(x) > 1:
         yield lambda: None
         return
-    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    main = torch.cuda.current_stream(x.device)
+    side = _side_stream(main)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         yield lambda: main.wait_stream(side)
 
 
 @functools.cache
-def _side_stream(device):
-    return torch.cuda.Stream(device)
+def _side_stream(main):
+    """One for each: it reuses its memory in its own order, and waits for nobody but `main`."""
+    return torch.cuda.Stream(main.device)
 
 
 class MoE(nn.Module):

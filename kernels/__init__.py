@@ -21,7 +21,7 @@ from collections import Counter
 
 import torch
 
-FILES = ("attnres", "dense", "kda", "kda_fla", "kda_step", "mla", "mla_hopper", "mla_prefill", "moe")
+FILES = ("attnres", "dense", "kda", "kda_fla", "kda_step", "mla", "mla_prefill", "moe")
 PREFERENCE = ("gluon", "triton", "splitk", "cublas", "cudnn", "torch")  # auto tries them in order; others run by name
 counts = Counter()  # (op, backend) -> calls
 _ops = {}  # op -> {backend: (function, why_not, slower)}

@@ -4,7 +4,8 @@
     prepare   conv, SiLU, l2norm, gates; beta k e^G, q e^G, k e^{G_C - G}, the pair products A and P, e^{G_C}
 
 A thread holds eight neighbouring tokens of a few channels: convolution, sums of gates and stores move nothing between
-threads. Exponents span at most 16 tokens, or are negative.
+threads. Exponents span at most 16 tokens, or are those of decays: a product of a large and a small factor would be lost
+where the small one is 0.
 """
 
 import triton
@@ -39,7 +40,9 @@ def _narrow(x, dtype: tl.constexpr):
 @triton.jit
 def _round(x, dtype: tl.constexpr):
     """The same of any x, none of which is near the ends of float16 but by a fault."""
-    return _narrow(tl.clamp(x, -65504.0, 65504.0) if dtype == tl.bfloat16 else x, dtype)
+    if dtype == tl.bfloat16:
+        x = tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    return _narrow(x, dtype)
 
 
 @triton.jit
@@ -243,7 +246,7 @@ def _prepare_kernel(
     if GATE == "bounded":  # the middle of the half: at five a token, to and back are within e^-80 and e^80
         to, back = tl.exp2(G), tl.exp2(-G)
         start, end = tl.where(late, e0 * e1 * e2, e0), tl.where(late, e3, e1 * e2 * e3)
-        before, behind = 1.0, e1 * e2
+        before, behind = e2, e1  # to * e2 and back * e1 are decays; one factor for both would be 0 where they are not
     else:  # the start, or the end, of the block of 16
         last = tl.where(odd, tl.where(late, s3, s1), tl.where(late, s2, s0))
         to, back = tl.exp2(G), tl.exp2(last[:, None, :] - G)

@@ -6,6 +6,7 @@ both products. Each program takes a tile of (token, head) pairs and a share of o
 partial output with the log-sum-exp of its scores; a second kernel weighs the shares by them.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -284,3 +285,7 @@ def _processors(device):
 def _no_fp8(stored):
     old = stored.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(stored.device) < (8, 9)
     return "FP8 on a GPU older than compute capability 8.9" if old and stored.dtype == FP8 else None
+
+
+with contextlib.suppress(ImportError, AttributeError):  # Gluon is experimental: other Tritons may have other names
+    import kernels.mla_hopper  # noqa: E402, F401

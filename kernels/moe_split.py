@@ -98,7 +98,7 @@ def tiles_of_few(ids, num, TT):
 def _split_kernel(x_ptr, out_ptr, scale_ptr, stride, WIDTH, SIZE: tl.constexpr):
     """A row of x [n, WIDTH] bf16 -> out [n, WIDTH / 32, 2, 32] e4m3, whose sum, times scale [n], is x.
 
-    Exact down to 2^-9 of the row's largest value; below, the error is at most 2^-17 of it.
+    Exact down to 2^-9 of the row's largest value; below, the error is at most 2^-17 of it (and of 2^-111).
     """
     row, p = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     column = p // 32 * 32 + p % 16 * 2 + p % 32 // 16
@@ -137,7 +137,10 @@ def _unpack(w, DEEP: tl.constexpr):
 
 @triton.jit
 def _product(w, s, x):
-    """A group: words w [OUT, 4], scales in bits 23 to 30 of s [OUT], inputs x -> float32, times 2^-6."""
+    """A group: words w [OUT, 4], scales in bits 23 to 30 of s [OUT], inputs x -> float32, times 2^-6.
+
+    Of scales the byte 0 counts as zero, and 255, which no checkpoint has, as infinity.
+    """
     a = _unpack(w, x.shape[0] == 64)
     if INTERPRETED:
         a, x = a.to(tl.float32), x.to(tl.float32)

@@ -42,6 +42,22 @@ def compile_for_all(kernel, signature, constants, num_warps=4, num_stages=2):
     return built
 
 
+def compile_overlapped(kernel, signature, constants, num_warps):
+    """Compiles a kernel for sm_90 that starts before the one ahead ends (OVERLAP=True) -> its PTX before it waits for
+    that end, and after.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    full = {arg: signature.get(arg, "constexpr") for arg in kernel.arg_names}
+    source = triton.compiler.ASTSource(fn=kernel, signature=full, constexprs=constants | {"OVERLAP": True})
+    options = {"num_warps": num_warps, "launch_pdl": True}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    before, wait, after = ptx.partition("griddepcontrol.wait")
+    assert wait, "it never waits"
+    return before, after
+
+
 def rel(a, b):
     """Norm of the difference over norm of b, in float64; NaN where a has one."""
     a, b = a.detach().double().cpu(), b.detach().double().cpu()

@@ -5,6 +5,7 @@ import torch
 from kernel_helpers import (
     DEVICE,
     compile_for_all,
+    compile_overlapped,
     compiled_only,
     interpreted,
     on_gpu,
@@ -277,6 +278,8 @@ def test_compiles(use, heads):
     compile_for_all(kda_step._step, types, constants | dict.fromkeys(absent), num_warps=warps)
     types = dict(o=wide, gate=x, out=x, o_norm=wide, gate_row="i32", eps="fp32")
     compile_for_all(kda_step._norm, types, dict(H=heads, D=128, OVERLAP=False), num_warps=1)
+    before, after = compile_overlapped(kda_step._norm, types, dict(H=heads, D=128), num_warps=1)
+    assert "st.global" not in before and after.count("ld.global") == 4, "o, four values a thread"
 
 
 class TestOnGPU:

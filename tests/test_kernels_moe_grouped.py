@@ -213,7 +213,6 @@ def test_refuses_what_it_cannot_do():
 def test_compiles(act, fp8, rows):
     """The sizes of K3; on Hopper the products are wgmma with weights from registers."""
     settings = grouped.config(rows, 896, fp8)
-    settings.pop("maxnreg", None)
     warps, stages, K = settings.pop("num_warps"), settings.pop("num_stages"), 3584 if act else 3072
     signature = dict(
         x_ptr="*fp8e4nv" if fp8 else "*bf16", x_scale_ptr="*fp32", w_ptr="*i32", s_ptr="*u8", y_ptr="*bf16"
