@@ -48,6 +48,7 @@ def problem(
         "saturated": torch.full((N, hd), 60.0),
         "none": torch.full((N, hd), -20.0),
         "mixed": torch.tensor([60.0, 2, -3, -20])[torch.randint(4, (N, hd), generator=g)],
+        "wild": 3 + 3 * random(N, hd),
         "edges": torch.where(torch.arange(N) % 16 == 0, -60.0, 60.0)[:, None].expand(N, hd).clone(),
         "jumps": torch.where((torch.arange(N) % 64 < 32)[:, None], 20.0, -9.0).expand(N, hd).clone(),
     }[gate]
@@ -110,7 +111,7 @@ def test_ragged(dtype):
 
 @interpreted
 @pytest.mark.parametrize("bound", [-5.0, -7.0, None])
-@pytest.mark.parametrize("gate", ["saturated", "none", "mixed", "jumps", "edges"])
+@pytest.mark.parametrize("gate", ["saturated", "none", "mixed", "jumps", "edges", "wild"])
 def test_gates(gate, bound):
     if bound == -5:
         check([80], h=1, gate=gate, dtype=torch.bfloat16)  # the split exponents; float32 takes differences
@@ -225,7 +226,7 @@ def test_gpu_ragged(dtype, bound, h, d):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(t, marks=on_gpu) for t in (torch.float32, torch.bfloat16)])
-@pytest.mark.parametrize("gate", ["saturated", "mixed", "jumps", "edges", "none, alike"])
+@pytest.mark.parametrize("gate", ["saturated", "mixed", "jumps", "edges", "wild", "none, alike"])
 def test_gpu_gates(dtype, gate):
     gate, _, alike = gate.partition(", ")
     limit = 1e-2 if dtype == torch.bfloat16 else 2e-5
