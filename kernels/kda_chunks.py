@@ -259,7 +259,7 @@ def _prepare_kernel(
     k = k * tl.rsqrt(tl.sum(k * k, 2) + 1e-6)[:, :, None]
     right = k * back
     near = tl.trans(tl.reshape(right.to(dtype), [64, D]))
-    far = tl.trans(tl.reshape((right * behind).to(dtype), [64, D]))
+    far = tl.trans(tl.reshape(_narrow(right * behind, dtype), [64, D]))
     _store(_fine(scratch + 2 * 64 * D), _narrow(right * end, dtype), D)
 
     # Pair products A_ij = beta_i <k_i e^{G_i - G_j}, k_j>, and P_ij with q_i: inside halves, and of the second with
@@ -268,7 +268,7 @@ def _prepare_kernel(
     left = k * beta * to
     _store(scratch, (left * -start).to(dtype), D)
     A = tl.dot(tl.reshape(left.to(dtype), [64, D]), near, input_precision=PRECISION)
-    far_A = tl.dot(tl.reshape((left * before).to(dtype), [64, D]), far, input_precision=PRECISION)
+    far_A = tl.dot(tl.reshape(_narrow(left * before, dtype), [64, D]), far, input_precision=PRECISION)
     q = _window(qkv, conv, taps, rows, text, known, ROW, TAP, HD, D)
     if GATE != "bounded":
         G, k, k_beta = tl.reshape(G, [4, 16, D]), tl.reshape(k, [4, 16, D]), tl.reshape(k * beta, [4, 16, D])
@@ -281,7 +281,7 @@ def _prepare_kernel(
     left = q * to
     _store(scratch + 64 * D, (left * start).to(dtype), D)
     P = tl.dot(tl.reshape(left.to(dtype), [64, D]), near, input_precision=PRECISION)
-    far_P = tl.dot(tl.reshape((left * before).to(dtype), [64, D]), far, input_precision=PRECISION)
+    far_P = tl.dot(tl.reshape(_narrow(left * before, dtype), [64, D]), far, input_precision=PRECISION)
     if GATE != "bounded":
         P = tl.where(lower, P, 0.0) + _exact_pairs(tl.reshape(q, [4, 16, D]), k, G)
     P = tl.where(i[:, None] >= i, tl.where(near_pairs, P, far_P), 0.0)
