@@ -77,10 +77,10 @@ def everything(args):
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     plt = _pyplot(folder / "kernels.png")
-    for name, part in (("kernels", ops.ops), ("step", step.step)):
-        rows = part(args)
+    for name, measure, plot in (("kernels", ops.ops, ops.plot), ("step", step.step, step.plot)):
+        rows = measure(args)
         _write(folder / f"{name}.json", args, rows)
-        sys.modules[part.__module__].plot(plt, rows, args.card).savefig(folder / f"{name}.png", dpi=150)
+        plot(plt, rows, args.card).savefig(folder / f"{name}.png", dpi=150)
         torch.cuda.empty_cache()
     args.json = None
 

@@ -32,8 +32,8 @@ OPS = (
     "rms_norm",
     "router",
     "linear",
+    "experts",
 )
-OPS += ("experts",)
 
 # One row of the table. make(i) -> a call on the i-th set of inputs; nbytes, flops: what it must move and compute;
 # target: in ms, or a function of the row and the time of its bytes; peers: name -> make, as for the op itself.

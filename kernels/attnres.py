@@ -31,6 +31,26 @@ def _load_terms(s_row, y_row, inside):
 
 
 @triton.jit
+def _add_terms(terms, y, s_out, inside):
+    """s + y, rounded to the stream's dtype, as s is when the next layer reads it, and stored; s where there is no y."""
+    total = terms[0]
+    if y is not None:
+        total = (total.to(tl.float32) + terms[1].to(tl.float32)).to(total.dtype)
+        tl.store(s_out, total, mask=inside)
+    return total
+
+
+@triton.jit
+def _candidates(blocks, j, row, inside):
+    """Values `row` [C] of the snapshots j [G] -> [G, C] in float32; zeros where j is beyond the last."""
+    J: tl.constexpr = len(blocks)
+    block = blocks[0] + 0 * j
+    for i in tl.static_range(1, J):
+        block = tl.where(j == i, blocks[i], block)
+    return tl.load(block[:, None] + row[None, :], mask=(j < J)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _scores(c, query, eps, H, AXIS: tl.constexpr):
     """RMSNorm(c) . query of candidates c, in float32."""
     square, dot = tl.reduce((c * c, c * query), AXIS, _add_pairs)
@@ -58,11 +78,7 @@ def _residual_kernel(
         mixture = tl.zeros((BLOCK,), tl.float32)  # of which `weight` is still to be divided out
         for first in tl.range(0, J, GROUP, num_stages=STAGES):  # the loads of the next STAGES - 1 groups are under way
             j = first + tl.arange(0, GROUP)
-            block = blocks[0] + 0 * j
-            for i in tl.static_range(1, J):
-                block = tl.where(j == i, blocks[i], block)
-            there = (j < J)[:, None] & inside[None, :]
-            c = tl.load(block[:, None] + row[None, :], mask=there, other=0.0).to(tl.float32)
+            c = _candidates(blocks, j, row, inside)
             score = tl.where(j < J, _scores(c, query[None, :], mix_eps, H, 1), -3e38)
             larger = tl.maximum(largest, tl.max(score, 0))
             old, new = tl.exp(largest - larger), tl.exp(score - larger)
@@ -73,10 +89,7 @@ def _residual_kernel(
         scale = tl.load(norm + cols, mask=inside, other=0.0)
     if not EARLY:
         terms = _load_terms(s_row, y_row, inside)
-    total = terms[0]
-    if y is not None:  # rounded to the stream's dtype, as s is when the next layer reads it
-        total = (total.to(tl.float32) + terms[1].to(tl.float32)).to(total.dtype)
-        tl.store(s_out + row, total, mask=inside)
+    total = _add_terms(terms, y, None if y is None else s_out + row, inside)
     c = total.to(tl.float32)
     if J > 0:
         score = _scores(c, query, mix_eps, H, 0)
@@ -98,17 +111,6 @@ def _residual_kernel(
 
 
 @triton.jit
-def _snapshots(blocks, row, inside, ROWS: tl.constexpr):
-    """Values `row` [C] of all snapshots -> [ROWS, C] in float32; zeros from row len(blocks) on."""
-    J: tl.constexpr = len(blocks)
-    j = tl.arange(0, ROWS)
-    block = blocks[0] + 0 * j
-    for i in tl.static_range(1, J):
-        block = tl.where(j == i, blocks[i], block)
-    return tl.load(block[:, None] + row[None, :], mask=(j < J)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _sums_kernel(
     s, y, blocks, mix_norm, mix_proj, s_out, sums, H, P, ROWS: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr
 ):
@@ -119,15 +121,11 @@ def _sums_kernel(
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols, j = part * C + tl.arange(0, C), tl.arange(0, ROWS)
     inside, row = cols < H, token * H + cols
-    c = _snapshots(blocks, row, inside, ROWS)
+    c = _candidates(blocks, j, row, inside)
     terms = _load_terms(s + row, None if y is None else y + row, inside)
     query = tl.load(mix_norm + cols, mask=inside, other=0.0).to(tl.float32)
     query *= tl.load(mix_proj + cols, mask=inside, other=0.0).to(tl.float32)
-    total = terms[0]
-    if y is not None:  # rounded to the stream's dtype, as s is when the next layer reads it
-        total = (total.to(tl.float32) + terms[1].to(tl.float32)).to(total.dtype)
-        tl.store(s_out + row, total, mask=inside)
-    total = total.to(tl.float32)
+    total = _add_terms(terms, y, None if y is None else s_out + row, inside).to(tl.float32)
     square, dot = tl.reduce((c * c, c * query[None, :]), 1, _add_pairs)
     own_square, own_dot = tl.reduce((total * total, total * query), 0, _add_pairs)
     squares = sums + token * 2 * (ROWS + 1) * P + part
@@ -150,7 +148,7 @@ def _mix_kernel(
     cols, j, p = part * C + tl.arange(0, C), tl.arange(0, ROWS), tl.arange(0, PARTS)
     inside, row = cols < H, token * H + cols
     J: tl.constexpr = len(blocks)
-    c = _snapshots(blocks, row, inside, ROWS)
+    c = _candidates(blocks, j, row, inside)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     total = tl.load(s + row, mask=inside, other=0.0).to(tl.float32)

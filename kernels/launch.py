@@ -1,4 +1,4 @@
-"""Options of a launch that only NVIDIA's compiler, or only its newer GPUs, take; empty elsewhere."""
+"""What differs between GPUs: options of a launch that only NVIDIA's take (empty elsewhere), and FP8."""
 
 import functools
 
@@ -22,3 +22,9 @@ def overlap(device):
     """
     there = not kernels.interpreted() and torch.version.cuda and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"launch_pdl": True} if there else {}
+
+
+def no_fp8(x):
+    """Why the GPU of x has no FP8, or None."""
+    old = x.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(x.device) < (8, 9)
+    return "FP8 on a GPU older than compute capability 8.9" if old else None

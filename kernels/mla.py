@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 import kernels
+from kernels.launch import no_fp8
 
 FP8 = torch.float8_e4m3fn
 LN2, LOG2E = tl.constexpr(0.6931471805599453), tl.constexpr(1.4426950408889634)
@@ -160,7 +161,7 @@ def _decode_why_not(q, stored, rank, part, scale, row_scale):
         return f"queries in {q.dtype} and latents in {stored.dtype}"
     if part.page_size % 128:
         return f"pages of {part.page_size} tokens, no multiple of 128"
-    return _no_fp8(stored)
+    return no_fp8(stored) if stored.dtype == FP8 else None
 
 
 @kernels.implement("mla_decode", "triton", _decode_why_not)
@@ -263,7 +264,7 @@ def _write_why_not(kv, norm, eps, stored, slots, scale):
         return "rows that are not contiguous"
     if kv.dtype not in (torch.float32, torch.bfloat16, torch.float16) or stored.dtype not in (norm.dtype, FP8):
         return f"rows in {kv.dtype}, latents in {stored.dtype}"
-    return _no_fp8(stored)
+    return no_fp8(stored) if stored.dtype == FP8 else None
 
 
 @kernels.implement("latent_write", "triton", _write_why_not)
@@ -280,11 +281,6 @@ def latent_write(kv, norm, eps, stored, slots, scale):
 def _processors(device):
     """How many programs run side by side."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
-def _no_fp8(stored):
-    old = stored.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(stored.device) < (8, 9)
-    return "FP8 on a GPU older than compute capability 8.9" if old and stored.dtype == FP8 else None
 
 
 with contextlib.suppress(ImportError, AttributeError):  # Gluon is experimental: other Tritons may have other names

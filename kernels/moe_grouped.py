@@ -80,6 +80,14 @@ def _plane_f32(w, exponent, j: tl.constexpr):
 
 
 @triton.jit
+def _bytes(w):
+    """int32 [R, W] -> their bytes as e4m3 [R, 4 W]."""
+    even = tl.join(w.to(tl.uint8), (w >> 16).to(tl.uint8))
+    odd = tl.join((w >> 8).to(tl.uint8), (w >> 24).to(tl.uint8))
+    return tl.join(even, odd).reshape(w.shape[0], 4 * w.shape[1]).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
 def _plane_fp8(w, shift, j: tl.constexpr):
     """Words w [OUT, W], shift int32 [OUT, W] at most 12 -> plane j [OUT, 4 W] in e4m3: value * 2^(shift - 6).
 
@@ -91,9 +99,7 @@ def _plane_fp8(w, shift, j: tl.constexpr):
     normal = (code + 0x06060606) & 0x08080808
     magnitude = nonzero * shift + (code << 2) - ((nonzero - normal) >> 1)
     four = tl.where(shift > 0, magnitude, 0) | ((w << (4 - 4 * j)) & -0x7F7F7F80)
-    even = tl.join(four.to(tl.uint8), (four >> 16).to(tl.uint8))
-    odd = tl.join((four >> 8).to(tl.uint8), (four >> 24).to(tl.uint8))
-    return tl.join(even, odd).reshape(w.shape[0], 4 * w.shape[1]).to(tl.float8e4nv, bitcast=True)
+    return _bytes(four)
 
 
 @triton.jit

@@ -22,8 +22,8 @@ import triton.language as tl
 
 import kernels
 from kernels.gated_act import gated
-from kernels.launch import registers
-from kernels.moe_grouped import combine, tiles, why_not
+from kernels.launch import no_fp8, registers
+from kernels.moe_grouped import _bytes, combine, tiles, why_not
 
 INTERPRETED = tl.constexpr(kernels.interpreted())
 MOST = 26  # rows per expert, on average
@@ -116,14 +116,6 @@ def _split_kernel(x_ptr, out_ptr, scale_ptr, stride, WIDTH, SIZE: tl.constexpr):
 
 
 # ---------------------------------------------------------------- the products
-
-
-@triton.jit
-def _bytes(w):
-    """int32 [R, W] -> their bytes as e4m3 [R, 4 W]."""
-    even = tl.join(w.to(tl.uint8), (w >> 16).to(tl.uint8))
-    odd = tl.join((w >> 8).to(tl.uint8), (w >> 24).to(tl.uint8))
-    return tl.join(even, odd).reshape(w.shape[0], 4 * w.shape[1]).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
@@ -250,8 +242,7 @@ def split(x):
 def split_why_not(z, ids, weights, experts, cfg):
     if z.dtype != torch.bfloat16:
         return f"{z.dtype}: two FP8 numbers have the bits of a bfloat16"
-    old = z.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(z.device) < (8, 9)
-    return "a GPU older than compute capability 8.9 has no FP8" if old else why_not(z, ids, weights, experts, cfg)
+    return no_fp8(z) or why_not(z, ids, weights, experts, cfg)
 
 
 def too_many(N, cfg):
@@ -268,7 +259,8 @@ def experts_split(z, ids, weights, experts, cfg, settings=None):
     act, y = z.new_empty(N * k, experts.inner), z.new_empty(N * k, L)
     beta, linear = cfg.activation_situ_beta, cfg.activation_situ_linear_beta
 
-    def gemm(x, name, out, K, act):
+    def gemm(x, name, out):
+        K, act = x.shape[1], name == "w13"
         w, s = getattr(experts, f"{name}_packed"), getattr(experts, f"{name}_scale")
         blocks = settings["BLOCKS"] if K % (128 * settings["BLOCKS"]) == 0 else 1
         _split_gemm[(len(tile) * triton.cdiv(w.shape[1], settings["OUT"]),)](
@@ -277,8 +269,8 @@ def experts_split(z, ids, weights, experts, cfg, settings=None):
             **settings | dict(BLOCKS=blocks),
         )  # fmt: skip
 
-    gemm(z if z.stride(1) == 1 else z.contiguous(), "w13", act, L, True)
-    gemm(act, "w2", y, experts.inner, False)
+    gemm(z if z.stride(1) == 1 else z.contiguous(), "w13", act)
+    gemm(act, "w2", y)
     out = torch.empty_like(z, memory_format=torch.contiguous_format)
     combine(y, weights, out)
     return out

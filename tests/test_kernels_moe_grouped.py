@@ -233,6 +233,19 @@ def gpu_reference(z, ids, weights, experts, cfg):
     return routed_experts.torch_path(z.double(), ids, weights.double(), experts, cfg)
 
 
+def check_in_a_graph(run):
+    torch.manual_seed(0)
+    cfg = tiny_config(num_experts=24, num_experts_per_token=4)
+    experts, args = random_experts(24, 256, 256), inputs(40, 24, 4, 256, "random", torch.bfloat16)
+    run(*args, experts, cfg)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(*args, experts, cfg)
+    args[1].copy_(choose(40, 24, 4, "one").to(DEVICE))  # other experts than those captured
+    graph.replay()
+    assert torch.equal(got, run(*args, experts, cfg))
+
+
 class TestOnGPU:
     pytestmark = on_gpu
 
@@ -267,13 +280,4 @@ class TestOnGPU:
         assert rel(grouped.experts_grouped_fp8(*args, experts, cfg), emulated(*args, experts, cfg)) < 1e-2
 
     def test_in_a_graph(self):
-        torch.manual_seed(0)
-        cfg = tiny_config(num_experts=24, num_experts_per_token=4)
-        experts, args = random_experts(24, 256, 256), inputs(40, 24, 4, 256, "random", torch.bfloat16)
-        grouped.experts_grouped(*args, experts, cfg)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = grouped.experts_grouped(*args, experts, cfg)
-        args[1].copy_(choose(40, 24, 4, "one").to(DEVICE))  # other experts than those captured
-        graph.replay()
-        assert torch.equal(got, grouped.experts_grouped(*args, experts, cfg))
+        check_in_a_graph(grouped.experts_grouped)

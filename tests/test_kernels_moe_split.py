@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import mxfp4_decode, tiny_config
 from kernel_helpers import DEVICE, compile_for_all, compiled_only, interpreted, on_gpu, rel, run_interpreted
-from test_kernels_moe_grouped import CASES, choose, gpu_reference, inputs, random_experts, reference
+from test_kernels_moe_grouped import CASES, check_in_a_graph, choose, gpu_reference, inputs, random_experts, reference
 
 import kernels
 from moe import Experts, routed_experts
@@ -197,13 +197,4 @@ class TestOnGPU:
         check_splitting()
 
     def test_in_a_graph(self):
-        torch.manual_seed(0)
-        cfg = tiny_config(num_experts=24, num_experts_per_token=4)
-        experts, args = random_experts(24, 256, 256), inputs(40, 24, 4, 256, "random", BF16)
-        split.experts_split(*args, experts, cfg)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = split.experts_split(*args, experts, cfg)
-        args[1].copy_(choose(40, 24, 4, "one").to(DEVICE))  # other experts than those captured
-        graph.replay()
-        assert torch.equal(got, split.experts_split(*args, experts, cfg))
+        check_in_a_graph(split.experts_split)
