@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from attnres import Linear, RMSNorm, join, no_autocast, rms_norm, wide, wide_dtype
+from layers import Linear, RMSNorm, join, no_autocast, rms_norm, wide, wide_dtype
 
 CHUNK, BLOCK = 64, 16
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from attnres import Linear, RMSNorm, join, rms_norm, wide
 from cache import FP8, FP8_MAX
+from layers import Linear, RMSNorm, join, rms_norm, wide
 
 ABSORB = 16  # up to this many queries a sequence use the absorbed form
 FP8_SCALES = ("latent_scale", "key_scale")

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 import checkpoint
-from attnres import AttnRes, Linear, RMSNorm, residual, wide
+from attnres import AttnRes, residual
 from cache import Batch
 from config import K3Config
 from kda import KDA
+from layers import Linear, RMSNorm, wide
 from mla import MLA
 from moe import MLP, MoE
 

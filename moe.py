@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from attnres import Linear, RMSNorm, no_autocast, wide, wide_dtype
+from layers import Linear, RMSNorm, no_autocast, wide, wide_dtype
 
 GROUP = 32  # inputs that share an MXFP4 scale
 TOGETHER = 8  # experts unpacked and multiplied at a time

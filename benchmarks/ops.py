@@ -12,11 +12,12 @@ import kda
 import kernels
 import mla
 import moe
-from attnres import attnres_norm, linear, rms_norm_op
+from attnres import attnres_norm
 from benchmarks.report import print_table
 from benchmarks.timing import events_ms, median_ms, sets_for
 from cache import Part
 from config import K3Config
+from layers import linear, rms_norm_op
 
 BF16 = torch.bfloat16
 H, HEADS, D, RANK, PE, L, INNER, E, K = 7168, 96, 128, 512, 64, 3584, 3072, 896, 16

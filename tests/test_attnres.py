@@ -5,8 +5,9 @@ import torch
 from helpers import norm64, rel, tiny_model
 from torch import nn
 
-from attnres import Linear, attnres_mix, attnres_norm, rms_norm
+from attnres import attnres_mix, attnres_norm
 from cache import Batch
+from layers import Linear, rms_norm
 
 
 def mix64(C, n, p, eps):

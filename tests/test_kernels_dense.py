@@ -14,7 +14,7 @@ from kernel_helpers import (
 )
 
 import kernels
-from attnres import linear
+from layers import linear
 
 LIMIT = {torch.float32: 5e-6, torch.bfloat16: 2.5e-3}  # sums of 7168 float32 products; rounding to bf16 costs 1.7e-3
 FLOATS = [torch.float32, torch.bfloat16]
