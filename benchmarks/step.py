@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from benchmarks.report import print_table
 from benchmarks.timing import events_ms
-from cache import Chunk, PagePool
+from cache import GREEDY, Chunk, PagePool
 from engine import TINY
 from model import K3, K3Config
 from moe import MoE
@@ -19,7 +19,6 @@ from tokenizer import Tokenizer
 
 CONTEXTS, BATCHES = (1024, 16384, 131072), (1, 2, 4, 8, 16, 32, 64)
 MIXED = 512  # prompt tokens in a mixed step
-GREEDY = (0.0, 1, 1.0, 0.0, 0.5)  # sampling.FILTERS
 REST = ("experts_hit", "with_host_ms", "GB", "of_copy", "target")
 TEXT = "Once upon a time there was a king who had twelve daughters, and each was more beautiful than the other. "
 

@@ -24,6 +24,7 @@ import torch
 FILES = ("attnres", "dense", "kda", "kda_fla", "kda_step", "mla", "mla_prefill", "moe")
 PREFERENCE = ("gluon", "triton", "splitk", "cublas", "cudnn", "torch")  # auto tries them in order; others run by name
 counts = Counter()  # (op, backend) -> calls
+_events = Counter()
 _ops = {}  # op -> {backend: (function, why_not, slower)}
 _stack = []  # what `use` has put on: op, or "*" for all -> backend or function
 
@@ -98,6 +99,23 @@ def load():
     if importlib.util.find_spec("triton") is not None:
         for file in FILES:
             importlib.import_module(f"kernels.{file}")
+        _listen(importlib.import_module("triton").knobs.compilation)
+
+
+def compilations():
+    """How many kernels Triton has compiled, or loaded from its cache, in this process."""
+    return _events["compiled"]
+
+
+def _listen(knobs):
+    """Counts what Triton compiles, beside whoever else listens."""
+    usual = knobs.listener
+
+    def listener(**news):
+        _events["compiled"] += 1
+        return usual and usual(**news)
+
+    knobs.listener = listener
 
 
 def _layers():
