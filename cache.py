@@ -174,6 +174,36 @@ class Chunk:
 
 
 @dataclass
+class Step:
+    """One step of the model in plain numbers, so that one rank can plan it for all.
+
+    ids [N] int: the tokens of all chunks, those with one token first; ends: indices of the chunks whose last token is
+    followed by a choice of the next; held: hidden [H] of further sequences that only choose; filters: a row of
+    sampling.FILTERS for each choice, logprobs: how many it reports, or None.
+    """
+
+    chunks: list
+    ids: np.ndarray
+    ends: list
+    filters: list
+    logprobs: list
+    held: tuple = ()
+
+    @classmethod
+    def decode(cls, chunks, ids, filters):
+        """One token of each sequence, and the choice of the next."""
+        return cls(chunks, ids, list(range(len(chunks))), filters, [None] * len(chunks))
+
+    @property
+    def is_decode(self):
+        return len(self.ids) == len(self.ends) == len(self.filters)
+
+    @property
+    def sampled(self):
+        return any(row[0] for row in self.filters)
+
+
+@dataclass
 class Part:
     """Neighbouring sequences of a batch that one op handles together, and where their history and state lie.
 

@@ -269,7 +269,7 @@ class Engine:
                     plan = self._open = self.scheduler.schedule()
                 if not (plan.work or plan.choosing):
                     return []
-                result = self.runner.run(plan)  # at its end the host waits for the device
+                result = self.runner.run(plan.step)  # at its end the host waits for the device
                 with uninterrupted():
                     self._open = None
                     self._commit(plan, result)
@@ -335,7 +335,7 @@ class Engine:
         if reason == "error":
             self.faults += 1
             self.pool.scrub(freed)
-            self.cache.forget(request.tokens)
+            self.cache.forget(request.tokens, request.out.prompt_tokens)
 
     # ------------------------------------------------------------ what happened
 
@@ -343,7 +343,7 @@ class Engine:
         """Splits a step's time between reading prompts and writing answers by their tokens. Steps in which something
         was captured or compiled say nothing of speed."""
         decode = sum(c.tokens == 1 and c.past >= r.out.prompt_tokens for r, c in plan.work)
-        total, now = len(plan.ids), time.perf_counter()
+        total, now = len(plan.step.ids), time.perf_counter()
         for kind, tokens in (("prompt", total - decode), ("decode", decode)):
             self._tokens[kind] += tokens
             if tokens and not cold:

@@ -241,9 +241,10 @@ class PrefixCache:
         self.version += 1
         return freed if node.on_host else freed + pages
 
-    def forget(self, tokens):
-        """A fault (NaN) was found in the text `tokens`: drops what only this text has, and whatever holds a fault of
-        those parts that it shares, with all that hangs on them. Pages that become free are zeroed.
+    def forget(self, tokens, prompt):
+        """A fault (NaN) was found in the text `tokens`, which began as a prompt of so many: drops what only this text
+        has, the prompt's own end with all that hangs on it, and whatever holds a fault of those parts that it shares,
+        with all that hangs on them. Pages that become free are zeroed.
         """
         node, at, path = self.root, 0, []
         while at < len(tokens) and (node := node.children.get(int(tokens[at]))):
@@ -251,8 +252,8 @@ class PrefixCache:
             if at > len(tokens) or common(node.tokens, tokens[node.start :]) < len(node.tokens):
                 break
             path.append(node)
-        own = len(path)  # from the end, up to where another text leaves
-        while own and len(path[own - 1].children) <= (own < len(path)):
+        own = next((i for i, n in enumerate(path) if n.end >= prompt), len(path))
+        while own and len(path[own - 1].children) <= (own < len(path)):  # up to where another text leaves
             own -= 1
         own = next((i for i, n in enumerate(path[:own]) if self._faulty(n)), own)
         if own < len(path):

@@ -1,4 +1,4 @@
-"""Running a step that the scheduler has planned: op by op, or a decode step as one CUDA graph.
+"""Running a step (cache.Step) that the scheduler has planned: op by op, or a decode step as one CUDA graph.
 
 What a step reads goes to the device in one copy (cache.Feed); what the host needs of it comes back in one. A decode
 step launches a few hundred kernels that each take microseconds: launched one by one they wait for the host; a graph
@@ -24,7 +24,7 @@ class Result:
     """What a step gave.
 
     hidden: of each chunk's last token, before the final norm, [H] on the device. On the host: sound: for each chunk,
-    whether that is free of faults (NaN); and for each request that chooses, in the plan's order: tokens; finite:
+    whether that is free of faults (NaN); and for each request that chooses, in the step's order: tokens; finite:
     whether its logits were; logprobs: {id: log-probability}, the token's own first, or None. cold: whether time went
     into capturing or compiling.
     """
@@ -38,7 +38,7 @@ class Result:
 
 
 class Runner:
-    """Runs the model over `pool` as a plan says. graphs: False, or True: decode steps are captured where possible."""
+    """Runs the model over `pool` as a step says. graphs: False, or True: decode steps are captured where possible."""
 
     def __init__(self, model, pool, graphs):
         self.model, self.pool = model, pool
@@ -47,39 +47,39 @@ class Runner:
         self.replays = self.captures = 0
         self.memory = torch.cuda.graph_pool_handle() if graphs else None
 
-    def run(self, plan):
-        """plan: scheduler.Plan -> Result. The host waits for the device at the end, and nowhere else."""
+    def run(self, step):
+        """step: cache.Step -> Result. The host waits for the device at the end, and nowhere else."""
         before = self.captures, kernels.compilations()
-        graph = self.graph(plan) if plan.is_decode else None
-        result = self.download(plan, *(graph(plan) if graph else self.forward(plan)))
+        graph = self.graph(step) if step.is_decode else None
+        result = self.download(step, *(graph(step) if graph else self.forward(step)))
         result.cold = before != (self.captures, kernels.compilations())
         return result
 
-    def forward(self, plan):
+    def forward(self, step):
         """Op by op -> hidden [B, H] of each chunk's last token, logits [R, V], tokens and finite [R] of the choices."""
-        chunks = plan.chunks
-        feed = Feed(self.pool, len(plan.ids), len(chunks), table_width(self.pool, chunks), len(plan.filters))
-        feed.fill(chunks, plan.ids, plan.filters)
+        chunks = step.chunks
+        feed = Feed(self.pool, len(step.ids), len(chunks), table_width(self.pool, chunks), len(step.filters))
+        feed.fill(chunks, step.ids, step.filters)
         x, hidden = feed.upload(), []
         if chunks:
             sizes = zip(*((c.tokens, c.past, c.follows) for c in chunks))
             hidden = self.model.hidden(x["ids"], Batch.fed(self.pool, x, *sizes))
             hidden = hidden if len(hidden) == len(chunks) else hidden[x["last"]]
-        rows = [*(hidden[i] for i in plan.ends), *plan.held]
+        rows = [*(hidden[i] for i in step.ends), *step.held]
         if not rows:
             return hidden, None, *torch.empty(2, 0, device=hidden.device)
         logits = self.model.logits(torch.stack(rows))
-        return hidden, logits, *sample(logits, x["filters"] if plan.sampled else None)
+        return hidden, logits, *sample(logits, x["filters"] if step.sampled else None)
 
-    def download(self, plan, hidden, logits, tokens, finite):
+    def download(self, step, hidden, logits, tokens, finite):
         """Brings to the host, in one copy, what it has to know -> Result."""
-        sound = finite if plan.is_decode else hidden.isfinite().all(-1) if plan.chunks else finite[:0]
-        most = max((n for n in plan.logprobs if n is not None), default=None)
+        sound = finite if step.is_decode else hidden.isfinite().all(-1) if step.chunks else finite[:0]
+        most = max((n for n in step.logprobs if n is not None), default=None)
         wanted = () if most is None else logprobs(logits, tokens, most)
         parts = [x.flatten().double() for x in (sound, tokens, finite, *wanted)]
         sound, tokens, finite, *wanted = (x.tolist() for x in torch.cat(parts).cpu().split([len(x) for x in parts]))
         rows, each = [None] * len(tokens), len(wanted[0]) // len(tokens) if wanted else 0
-        for i, n in enumerate(plan.logprobs):
+        for i, n in enumerate(step.logprobs):
             if n is not None:
                 values, ids = (x[i * each : i * each + 1 + n] for x in wanted)
                 rows[i] = {int(token): value for token, value in zip(ids, values)}
@@ -87,12 +87,12 @@ class Runner:
 
     # ------------------------------------------------------------ graphs
 
-    def graph(self, plan):
-        """The graph for a plan of one token of each sequence; None where it cannot be captured."""
+    def graph(self, step):
+        """The graph for a step of one token of each sequence; None where it cannot be captured."""
         if self.eager is not None:
             return None
-        width = table_width(self.pool, plan.chunks)
-        shape = bucket(len(plan.chunks)), 1 << (width - 1).bit_length(), plan.sampled
+        width = table_width(self.pool, step.chunks)
+        shape = bucket(len(step.chunks)), 1 << (width - 1).bit_length(), step.sampled
         key = shape, kernels.current()
         if key not in self.graphs:
             self.graphs[key] = self.capture(*shape)
@@ -158,7 +158,7 @@ class Graph:
         x, longest = self.feed.views(self.inputs), W * pool.page_size
         batch = Batch.fed(pool, x, [1] * B, [longest - 1] * B, [False] * B)
 
-        def step():
+        def run():
             hidden = model.hidden(x["ids"], batch)
             return hidden, *sample(model.logits(hidden), x["filters"] if sampled else None)
 
@@ -167,7 +167,7 @@ class Graph:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # compiles kernels and creates handles; with no pages it writes nothing
-                step()
+                run()
             torch.cuda.current_stream().wait_stream(side)
             self.calls = kernels.counts - counts
             slow = [op for op in SYNC_FREE if self.calls[op, "torch"]]
@@ -175,7 +175,7 @@ class Graph:
                 raise NotCapturable(f"{', '.join(slow)} ran in PyTorch, where shapes depend on data")
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, pool=memory):
-                self.hidden, self.tokens, self.finite = step()
+                self.hidden, self.tokens, self.finite = run()
         finally:  # none of these calls answered anyone
             kernels.counts.clear()
             kernels.counts.update(counts)
@@ -186,11 +186,11 @@ class Graph:
         self.inputs.copy_(self.feed.host, non_blocking=True)
         self.copied.record()
 
-    def __call__(self, plan):
+    def __call__(self, step):
         """As Runner.forward; the logits are computed again where they are asked for."""
-        self.write(plan.chunks, plan.ids, plan.filters)
+        self.write(step.chunks, step.ids, step.filters)
         self.graph.replay()
         kernels.counts.update(self.calls)
-        n = len(plan.chunks)
-        logits = self.model.logits(self.hidden)[:n] if any(k is not None for k in plan.logprobs) else None
+        n = len(step.chunks)
+        logits = self.model.logits(self.hidden)[:n] if any(k is not None for k in step.logprobs) else None
         return self.hidden[:n].clone(), logits, self.tokens[:n], self.finite[:n]

@@ -15,10 +15,11 @@ import itertools
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
-from cache import Chunk
+from cache import Chunk, Step
 from prefix import common
 from sampling import filter_row
 
@@ -92,30 +93,14 @@ class Request:
         self.length += 1
 
 
-@dataclass
-class Plan:
-    """One step. work: (request, Chunk), fewest tokens first; choosing: who gets a token: those of `work` that are read
-    to their end, then those that were resumed at their last token, so that the pool holds all of them already; filters:
-    how each of them chooses (sampling.FILTERS).
+class Plan(NamedTuple):
+    """What a step does, and for whom. work: (request, Chunk), fewest tokens first; choosing: who gets a token: those of
+    `work` that are read to their end, then those that were resumed at their last token, which the pool holds already.
     """
 
     work: list
     choosing: list
-    filters: list
-
-    def __post_init__(self):
-        self.chunks = [chunk for _, chunk in self.work]
-        parts = [r.buffer[c.past : c.past + c.tokens] for r, c in self.work]
-        self.ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
-        self.ends = [i for i, (r, c) in enumerate(self.work) if c.past + c.tokens == r.length]
-        self.held = [r.hidden for r in self.choosing[len(self.ends) :]]
-        self.sampled = any(r.params.temperature for r in self.choosing)
-        self.logprobs = [r.params.logprobs for r in self.choosing]
-
-    @property
-    def is_decode(self):
-        """Whether it is one token of each, and everybody gets the next."""
-        return len(self.ids) == len(self.ends) == len(self.choosing)
+    step: Step
 
 
 class Scheduler:
@@ -134,10 +119,14 @@ class Scheduler:
         self.cache.settle()
         self._admit()
         work = self._plan()
-        choosing = [r for r, c in work if c.past + c.tokens == r.length]
-        choosing += [r for r in self.running if r.computed == r.length]
+        held = [r for r in self.running if r.computed == r.length]
+        ends = [i for i, (r, c) in enumerate(work) if c.past + c.tokens == r.length]
+        choosing = [work[i][0] for i in ends] + held
+        parts = [r.buffer[c.past : c.past + c.tokens] for r, c in work]
+        ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
         rows = [filter_row(r.params, r.seed, len(r.out.token_ids), self.vocab_size) for r in choosing]
-        return Plan(work, choosing, rows)
+        logprobs = [r.params.logprobs for r in choosing]
+        return Plan(work, choosing, Step([c for _, c in work], ids, ends, rows, logprobs, [r.hidden for r in held]))
 
     def commit(self, plan, result):
         """The step has run: requests have moved on, and prompts leave the snapshots that are due."""

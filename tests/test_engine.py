@@ -902,11 +902,11 @@ def test_a_step_of_the_graph_answers_those_it_ran(pages):
     want = Engine(model, num_pages=60, prefix_cache=False).generate([*texts, cached], greedy(14))
     eng, replays = Engine(model, num_pages=pages, max_batch=10, prefill_chunk=4096), []
 
-    def replay(plan):
-        replays.append(len(plan.chunks))
-        return eng.runner.forward(plan)
+    def replay(step):
+        replays.append(len(step.chunks))
+        return eng.runner.forward(step)
 
-    eng.runner.graph = lambda plan: replay
+    eng.runner.graph = lambda step: replay
     outs = [eng._enqueue(np.array(text), greedy(14)) for text in texts]
     for _ in range(6):
         eng.step()

@@ -97,7 +97,7 @@ class Delayed(HostTier):
             def query(self):
                 self.left -= 1
                 if self.left < 0:
-                    self.wait()
+                    tier.run(self.count)
                 return self.left < 0
 
             def wait(self):
