@@ -11,7 +11,6 @@ happens whole or not at all: the model may fail or be interrupted, what comes be
 
 import contextlib
 import itertools
-import os
 import random
 import signal
 import threading

@@ -212,7 +212,8 @@ def run_schedule(name, actions, polls, **options):
         if out.finish_reason != "abort":
             assert out.finish_reason == "length" and out.token_ids == alone(name, ids, 12)[:n]
     for _ in range(polls + 1):  # copies that still are under way
-        assert engine.stats["pages_free"] + engine.stats["pages_cached"] + engine.pool.live_pages == options["num_pages"]
+        stats = engine.stats
+        assert stats["pages_free"] + stats["pages_cached"] + engine.pool.live_pages == stats["pages"]
     assert not (engine.cache.busy or engine.pool.live_pages)
     engine.cache.clear()
     assert engine.pool.free_pages == engine.pool.num_pages

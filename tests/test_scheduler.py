@@ -154,6 +154,8 @@ def test_pages_that_leave_are_free_when_the_copy_is_done():
     for event, _, _ in cache.leaving:
         event.wait = event.run
     drain(engine)
+    for _ in range(60):
+        cache.settle()
     assert not cache.leaving and engine.pool.free_pages > free
     outs += engine.generate([text(i, 200) for i in range(3)], greedy(3))
     want = [alone("micro", tuple(text(i, 200)), 3) for i in range(3)]
