@@ -27,6 +27,7 @@ PREFERENCE = ("gluon", "triton", "splitk", "cublas", "cudnn", "torch")  # auto t
 counts = Counter()  # (op, backend) -> calls
 _ops = {}  # op -> {backend: (function, why_not, slower)}
 _stack = []  # what `use` has put on: op, or "*" for all -> backend or function
+_memo = {}  # what that, and the environment when it was put on, mean for an op
 
 
 def op(name, parts=()):
@@ -70,10 +71,12 @@ def use(everything=None, /, beneath=False, **choices):
     for name, choice in choices.items():
         _known(name, "auto" if callable(choice) else choice)
     _stack.insert(0 if beneath else len(_stack), _parse(everything) | choices)
+    _memo.clear()
     try:
         yield
     finally:
         _stack.pop(0 if beneath else -1)
+        _memo.clear()
 
 
 def _parse(spec):
@@ -147,15 +150,9 @@ def _label(choice):
 
 def _choose(name, parts, args, kwargs):
     """-> the label that is counted, the function."""
-    layers = _layers()
-    wanted, by_name = _wanted(name, layers) if layers else ("auto", False)
-    for part in parts if layers else ():
-        choice, part_by_name = _wanted(part, layers)
-        if callable(wanted) or choice == "auto" or not part_by_name and (wanted != "auto" or choice == "torch"):
-            continue
-        if by_name and wanted not in ("auto", "torch"):
-            raise ValueError(f"kernels: {name}={wanted} has no part {part}={_label(choice)}; choose one of the two")
-        wanted = "torch"
+    wanted = _memo.get(name) if _stack else None
+    if wanted is None:
+        wanted = _memo[name] = _resolve(name, parts)
     if callable(wanted):
         return _label(wanted), wanted
     implementations = _ops[name]
@@ -171,6 +168,20 @@ def _choose(name, parts, args, kwargs):
         if function and not (why_not and _why_not(why_not, args, kwargs) or slower and slower(*args, **kwargs)):
             return backend, function
     return "torch", implementations["torch"][0]
+
+
+def _resolve(name, parts):
+    """What is wanted for the op: "torch" where one of its parts was chosen, which only its PyTorch path calls."""
+    layers = _layers()
+    wanted, by_name = _wanted(name, layers)
+    for part in parts:
+        choice, part_by_name = _wanted(part, layers)
+        if callable(wanted) or choice == "auto" or not part_by_name and (wanted != "auto" or choice == "torch"):
+            continue
+        if by_name and wanted not in ("auto", "torch"):
+            raise ValueError(f"kernels: {name}={wanted} has no part {part}={_label(choice)}; choose one of the two")
+        wanted = "torch"
+    return wanted
 
 
 def _why_not(why_not, args, kwargs):
