@@ -23,43 +23,40 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from layers import Linear, RMSNorm, cast, inverse_norm, join, no_autocast, number, rms_norm, wide, wide_dtype
+from layers import Linear, RMSNorm, join, no_autocast, rms_norm, wide, wide_dtype
 
 CHUNK, BLOCK = 64, 16
 
 
 def short_conv(x, past, weight):
     """Causal depthwise convolution. x [B, T, C], past [B, K-1, C] (the inputs before), weight [C, K] -> y, new past."""
-    window = torch.cat([cast(past, x.dtype), x], dim=1)
+    window = torch.cat([past.to(x.dtype), x], dim=1)
     taps, length = weight.shape[1], x.shape[1]
-    if length == 1:
-        y = (window * weight.T).sum(1, keepdim=True)  # the last tap is the current token
-    else:
-        y = sum(window[:, i : i + length] * weight[:, i] for i in range(taps))
+    y = sum(window[:, i : i + length] * weight[:, i] for i in range(taps))  # the last tap is the current token
     return y, window[:, length:]
 
 
 def l2norm(x):
-    return x * inverse_norm(x, 1e-6)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def log_decay(r, A_log, lower_bound):
     """r [..., h, d] (dt_bias added), A_log [h] -> log-decay g <= 0, float32."""
     rate = wide(A_log).exp()[:, None]
     if lower_bound:
-        return torch.sigmoid(rate * wide(r)) * number(lower_bound, rate)
+        return lower_bound * torch.sigmoid(rate * wide(r))
     return -rate * F.softplus(wide(r))
 
 
 def kda_recurrent(q, k, v, g, beta, state):
     """q, k, v, g [B, T, h, d], beta [B, T, h], state [B, h, d, d] -> o [B, T, h, d], state. One token at a time."""
-    row, column = (lambda x: x.unsqueeze(-2)), (lambda x: x.unsqueeze(-1))
-    state, out = wide(state), []
-    for q_t, k_t, v_t, g_t, beta_t in zip(*(wide(x).unbind(1) for x in (q, k, v, g, beta))):
-        state = state * column(g_t.exp())
-        error = row(v_t) - row(k_t) @ state
-        state = torch.addcmul(state, column(column(beta_t) * k_t), error)
-        out.append((row(q_t) @ state).squeeze(-2))
+    q, k, v, g, beta, state = (wide(x) for x in (q, k, v, g, beta, state))
+    out = []
+    for t in range(q.shape[1]):
+        state = state * g[:, t].exp()[..., None]
+        error = v[:, t] - (k[:, t, :, None] @ state)[..., 0, :]
+        state = state + (beta[:, t, :, None] * k[:, t])[..., None] * error[..., None, :]
+        out.append((q[:, t, :, None] @ state)[..., 0, :])
     return torch.stack(out, dim=1), state
 
 
@@ -145,34 +142,28 @@ def kda_mix(qkv, r, b, w, past, state):
     [B, h, d, d] -> o [B, T, h, d] before its norm, past, state.
     """
     y, past = short_conv(qkv, past, w.conv)
-    q, k, v = F.silu(y).unflatten(-1, (3, *state.shape[1:3])).unbind(2)
-    q, k = l2norm(q) * number(q.shape[-1] ** -0.5, q), l2norm(k)
+    qk, v = F.silu(y).unflatten(-1, (3, len(w.A_log), -1)).split([2, 1], dim=2)
+    q, k = l2norm(qk).unbind(2)
     g = log_decay((r + w.dt_bias).unflatten(-1, q.shape[2:]), w.A_log, w.lower_bound)
-    o, state = kda(q, k, v, g, wide(b).sigmoid(), state)
+    o, state = kda(q * q.shape[-1] ** -0.5, k, v[:, :, 0], g, wide(b).sigmoid(), state)
     return o, past, state
 
 
 def gated_norm(o, gate, w):
     """o [..., h, d], gate [..., hd] -> RMSNorm(o) * sigmoid(gate), [..., hd] in gate's dtype."""
-    return cast(rms_norm(o, w.o_norm, w.eps).flatten(-2) * wide(gate).sigmoid(), gate.dtype)
+    return (rms_norm(o, w.o_norm, w.eps).flatten(-2) * wide(gate).sigmoid()).to(gate.dtype)
 
 
 def read_state(S, conv, src, past):
     """Conv inputs [B, K-1, 3hd] and state [B, h, d, d] of pages src, or zero at the start of a text."""
-    fresh = [n == 0 or page < 0 for n, page in zip(past.tolist(), src.tolist())]
-    if not any(fresh):
-        return conv.index_select(0, src), S.index_select(0, src)
-    src, fresh = src.clamp(min=0), torch.tensor(fresh, device=src.device)
+    fresh, src = (past == 0) | (src < 0), src.clamp(min=0)
     return conv[src].masked_fill(fresh[:, None, None], 0), S[src].masked_fill(fresh[:, None, None, None], 0)
 
 
 def write_state(S, conv, dst, before, state):
     """The other way, to pages dst; those below 0 are of padding."""
-    if min(dst.tolist()) < 0:
-        real = dst >= 0
-        dst, before, state = dst[real], before[real], state[real]
-    S.index_copy_(0, dst, cast(state, S.dtype))
-    conv.index_copy_(0, dst, cast(before, conv.dtype))
+    real = (dst >= 0).nonzero()[:, 0]
+    S[dst[real]], conv[dst[real]] = state[real].to(S.dtype), before[real].to(conv.dtype)
 
 
 @kernels.op("kda_prefill", parts=("kda_recurrence",))
@@ -248,7 +239,7 @@ class KDA(nn.Module):
 
     def forward(self, x, batch):
         """x [N, H], the rows of all sequences in `batch` -> [N, H]. Reads and writes their state pages."""
-        qkv, gate, f_a, b = self.in_proj(x).split_with_sizes(self.sizes, dim=-1)
+        qkv, gate, f_a, b = self.in_proj(x).split(self.sizes, dim=-1)
         gate = gate if self.full_rank_gate else self.g_b_proj(gate)
         r, w = self.f_b_proj(f_a), self.weights()
         if batch.pool is None:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from layers import Linear, RMSNorm, cast, lean, no_autocast, number, wide, wide_dtype
+from layers import Linear, RMSNorm, no_autocast, wide, wide_dtype
 
 GROUP = 32  # inputs that share an MXFP4 scale
 TOGETHER = 8  # experts unpacked at a time
@@ -35,20 +35,14 @@ def activation(a, u, cfg):
     x, y = wide(a), wide(u)
     if cfg.hidden_act == "silu":
         return (F.silu(x) * y).to(a.dtype)
-    betas = cfg.activation_situ_beta, cfg.activation_situ_linear_beta
-    beta, linear, both = (number(b, x) for b in (*betas, betas[0] * betas[1]))
-    return cast(torch.tanh(x / beta) * torch.sigmoid(x) * torch.tanh(y / linear) * both, a.dtype)
+    beta, linear = cfg.activation_situ_beta, cfg.activation_situ_linear_beta
+    return (beta * torch.tanh(x / beta) * torch.sigmoid(x) * linear * torch.tanh(y / linear)).to(a.dtype)
 
 
 @kernels.op("gated_act")
 def gated_act(x, cfg):
     """x [N, 2 I], gate | up (a view of wider rows will do) -> their activation [N, I], contiguous."""
-    return activation(*halves(x), cfg)
-
-
-def halves(x):
-    """Gate and up of x [..., 2 I]."""
-    return x.split_with_sizes([x.shape[-1] // 2] * 2, dim=-1)
+    return activation(*x.chunk(2, dim=-1), cfg)
 
 
 # ---------------------------------------------------------------- MXFP4
@@ -119,22 +113,27 @@ class Experts(nn.Module):
         return getattr(self, name) is None
 
     def matrices(self, name, ids, dtype):
-        """The matrices of the experts ids, [in, out] each, in dtype; packed ones come as they are asked for."""
+        """The matrices of the experts ids, [in, out] each, in dtype; packed ones one by one, as they are asked for."""
+        whole = self.whole(name, dtype)
+        if whole is not None:
+            matrices = whole.mT.unbind()
+            return [matrices[e] for e in ids]
+        packed, scale = getattr(self, f"{name}_packed"), getattr(self, f"{name}_scale")
+        groups = torch.tensor(ids, device=packed.device).split(TOGETHER)
+        return (w for at in groups for w in mxfp4_unpack(packed[at], scale[at], dtype).mT)
+
+    def whole(self, name, dtype):
+        """The matrices of all experts, [E, out, in]; None where they are packed, and not kept unpacked."""
         if not self.is_packed(name):
-            stack = getattr(self, name).mT
-            stack = stack.unbind() if torch.is_grad_enabled() else stack  # one gradient for all
-            return [stack[e] for e in ids]
+            return getattr(self, name).to(dtype)  # at once, where autocast would do it one by one
         packed, scale = self._buffers[f"{name}_packed"], self._buffers[f"{name}_scale"]
-        if self.values * dtype.itemsize > self.keep or not lean(packed) or packed.is_inference():
-            return self._unpack(packed, scale, ids, dtype)
+        room = packed.is_cpu and self.values * dtype.itemsize <= self.keep
+        if not room or torch.is_grad_enabled() or packed.is_inference():
+            return None
         kept, now = self.unpacked.get(name), (packed._version, scale._version, dtype)
         if kept is None or kept[0] is not packed or kept[1] is not scale or kept[2] != now:
-            kept = self.unpacked[name] = packed, scale, now, mxfp4_unpack(packed, scale, dtype).mT.unbind()
-        return [kept[3][e] for e in ids]
-
-    def _unpack(self, packed, scale, ids, dtype):
-        for at in torch.tensor(ids, device=packed.device).split(TOGETHER):
-            yield from mxfp4_unpack(packed.index_select(0, at), scale.index_select(0, at), dtype).mT
+            kept = self.unpacked[name] = packed, scale, now, mxfp4_unpack(packed, scale, dtype)
+        return kept[3]
 
     def _apply(self, *args, **kwargs):
         self.unpacked.clear()
@@ -170,10 +169,10 @@ def routed_experts(z, ids, weights, experts, cfg):
         chosen, sizes = zip(*((e, n) for e, n in enumerate(counts) if n))
         rows = z.index_select(0, order // k)
     x = _products(rows, sizes, experts.matrices("w13", chosen, z.dtype))
-    y = _products(activation(*halves(x), cfg), sizes, experts.matrices("w2", chosen, z.dtype))
+    y = _products(activation(*x.chunk(2, dim=-1), cfg), sizes, experts.matrices("w2", chosen, z.dtype))
     if N > 1:
         y = torch.empty_like(y).index_copy(0, order, y)
-    return cast(_combine(y, weights), z.dtype)
+    return (wide(y).view(N, k, -1) * weights[..., None]).sum(1).to(z.dtype)
 
 
 def _products(x, sizes, matrices):
@@ -181,20 +180,15 @@ def _products(x, sizes, matrices):
     return torch.cat([torch.mm(rows, w) for rows, w in zip(x.split_with_sizes(sizes), matrices)])
 
 
-def _combine(y, weights):
-    """y [N * k, L], the choices' outputs; weights [N, k] -> their weighted sum [N, L], float32."""
-    return (wide(y.unflatten(0, weights.shape)) * weights[..., None]).sum(1)
-
-
 @kernels.op("moe_in")
 def in_projection(x, weight, num_experts):
     """x [N, H], weight [E + F, H], the router's rows first -> its logits [N, E] float32, the rest x W^T [N, F]."""
     # The logits in float64, then rounded: a float32 product may give equal rows logits that differ in the last bit by
     # how many tokens run together, and ties (by id) would be decided by that.
+    router, others = weight.split_with_sizes([num_experts, len(weight) - num_experts])
     with no_autocast(x):
-        logits = F.linear(x.double(), weight[:num_experts].double())
-        logits = logits.to(x.dtype if x.dtype == torch.float64 else torch.float32)
-    return logits, F.linear(x, weight[num_experts:])
+        logits = F.linear(x.double(), router.double()).to(torch.promote_types(x.dtype, torch.float32))
+    return logits, F.linear(x, others)
 
 
 class Router(nn.Module):
@@ -226,8 +220,8 @@ def route(logits, bias, cfg):
     ids = top(biased, cfg.num_experts_per_token)
     weights = p.gather(-1, ids)
     if cfg.moe_renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + number(1e-20, weights))
-    return ids, weights if cfg.routed_scaling_factor == 1 else weights * cfg.routed_scaling_factor
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * cfg.routed_scaling_factor
 
 
 def top(x, k):

@@ -24,6 +24,7 @@ import torch
 
 FILES = ("attnres", "dense", "kda", "kda_fla", "kda_step", "mla", "mla_prefill", "moe")
 PREFERENCE = ("gluon", "triton", "splitk", "cublas", "cudnn", "torch")  # auto tries them in order; others run by name
+HERE = ("auto", "torch", "c")  # what runs without a GPU
 counts = Counter()  # (op, backend) -> calls
 _ops = {}  # op -> {backend: (function, why_not, slower)}
 _stack = []  # what `use` has put on: op, or "*" for all -> backend or function
@@ -42,7 +43,10 @@ def op(name, parts=()):
 
         @functools.wraps(torch_path)
         def call(*args, **kwargs):
-            backend, function = _choose(name, parts, args, kwargs)
+            wanted = _memo.get(name) if _stack else None
+            if wanted is None:
+                wanted = _memo[name] = _resolve(name, parts)
+            backend, function = wanted if type(wanted) is tuple else _choose(name, wanted, args, kwargs)
             counts[name, backend] += 1
             return function(*args, **kwargs)
 
@@ -122,16 +126,15 @@ def _layers():
 
 def _known(name, backend):
     """ValueError unless op `name` ("*": some op) has this backend and it can run on this machine."""
-    if backend in ("auto", "torch") and name in ("*", *_ops):
-        return
-    load()
+    if backend not in HERE or name not in ("*", *_ops):
+        load()
     if name not in ("*", *_ops):
         raise ValueError(f"kernels: no op is called {name!r}; there are {', '.join(sorted(_ops))}")
     backends = ["auto", *sorted(set().union(*_ops.values()) if name == "*" else _ops[name])]
     if backend not in backends:
         of = "" if name == "*" else f" of {name}"
         raise ValueError(f"kernels={backend!r} is no backend{of}; there are {', '.join(backends)}")
-    if backend not in ("auto", "torch") and not (torch.cuda.is_available() or interpreted()):
+    if backend not in HERE and not (torch.cuda.is_available() or interpreted()):
         raise ValueError(f"kernels={backend!r} cannot run here: there is no GPU; auto and torch can")
 
 
@@ -148,21 +151,20 @@ def _label(choice):
     return getattr(choice, "__name__", "custom") if callable(choice) else choice
 
 
-def _choose(name, parts, args, kwargs):
+def _choose(name, wanted, args, kwargs):
     """-> the label that is counted, the function."""
-    wanted = _memo.get(name) if _stack else None
-    if wanted is None:
-        wanted = _memo[name] = _resolve(name, parts)
-    if callable(wanted):
-        return _label(wanted), wanted
     implementations = _ops[name]
     if wanted != "auto":
         function, why_not, _ = implementations[wanted]
-        reason = why_not and _why_not(why_not, args, kwargs)
+        reason = why_not and _why_not(why_not, args, kwargs, wanted)
         if reason is not None:
             raise ValueError(f"kernels: {name}={wanted} cannot run here: {reason}; choose auto or torch")
         return wanted, function
-    x = args[0] if isinstance(args[0], torch.Tensor) else next(t for t in args[0] if t is not None)
+    x = args[0] if isinstance(args[0], torch.Tensor) else args[0][0] if args[0][1] is None else args[0][1]
+    if x.is_cpu and "c" in implementations and not torch.is_grad_enabled():
+        function, why_not, slower = implementations["c"]
+        if not slower(*args) and why_not(*args) is None:
+            return "c", function
     for backend in PREFERENCE if x.is_cuda and load() is None else ():
         function, why_not, slower = implementations.get(backend, (None, None, None))
         if function and not (why_not and _why_not(why_not, args, kwargs) or slower and slower(*args, **kwargs)):
@@ -171,7 +173,9 @@ def _choose(name, parts, args, kwargs):
 
 
 def _resolve(name, parts):
-    """What is wanted for the op: "torch" where one of its parts was chosen, which only its PyTorch path calls."""
+    """What is wanted for the op: a function and its label, or a backend; "torch" where one of its parts was chosen,
+    which only its PyTorch path calls.
+    """
     layers = _layers()
     wanted, by_name = _wanted(name, layers)
     for part in parts:
@@ -181,13 +185,18 @@ def _resolve(name, parts):
         if by_name and wanted not in ("auto", "torch"):
             raise ValueError(f"kernels: {name}={wanted} has no part {part}={_label(choice)}; choose one of the two")
         wanted = "torch"
-    return wanted
+    return (_label(wanted), wanted) if callable(wanted) else wanted
 
 
-def _why_not(why_not, args, kwargs):
+def _why_not(why_not, args, kwargs, backend="triton"):
     tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, torch.Tensor)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return "autograd records, and it has no backward"
-    if not tensors[0].is_cuda and not interpreted():
+    if backend == "c" and not tensors[0].is_cpu:
+        return "the tensors are on a GPU"
+    if backend != "c" and not tensors[0].is_cuda and not interpreted():
         return "the tensors are on the CPU"
     return why_not(*args, **kwargs)
+
+
+from kernels import cpu  # noqa: E402, F401  it needs no Triton
