@@ -2,9 +2,9 @@
 
 An op is declared where its PyTorch path is written, `@kernels.op("kda_decode")`; that function is the truth. The files
 of this folder implement it for other backends, `@kernels.implement("kda_decode", "triton", why_not)`: Triton kernels,
-and vendor libraries where they have the op. The backend is chosen call by call:
+vendor libraries where they have the op, and C for a few rows on a CPU. The backend is chosen call by call:
 
-    auto                          on a GPU the first implementation that takes these shapes, PyTorch on a CPU
+    auto                          the first implementation that takes these shapes, and is not slower; else PyTorch
     Engine(kernels=...)           "torch", "triton", or op by op: "kda_decode=triton,experts=torch"
     K3_KERNELS=...                the same, from the environment
     with kernels.use(...):        the same, and functions: use(kda_decode=my_function)
@@ -23,8 +23,8 @@ from collections import Counter
 import torch
 
 FILES = ("attnres", "dense", "kda", "kda_fla", "kda_step", "mla", "mla_prefill", "moe")
-PREFERENCE = ("gluon", "triton", "splitk", "cublas", "cudnn", "torch")  # auto tries them in order; others run by name
-HERE = ("auto", "torch", "c")  # what runs without a GPU
+PREFERENCE = ("gluon", "triton", "splitk", "cublas", "cudnn")  # on a GPU auto tries them in order; others run by name
+ANYWHERE = ("auto", "torch", "c")  # what needs no GPU
 counts = Counter()  # (op, backend) -> calls
 _ops = {}  # op -> {backend: (function, why_not, slower)}
 _stack = []  # what `use` has put on: op, or "*" for all -> backend or function
@@ -126,7 +126,7 @@ def _layers():
 
 def _known(name, backend):
     """ValueError unless op `name` ("*": some op) has this backend and it can run on this machine."""
-    if backend not in HERE or name not in ("*", *_ops):
+    if backend not in ANYWHERE or name not in ("*", *_ops):
         load()
     if name not in ("*", *_ops):
         raise ValueError(f"kernels: no op is called {name!r}; there are {', '.join(sorted(_ops))}")
@@ -134,7 +134,7 @@ def _known(name, backend):
     if backend not in backends:
         of = "" if name == "*" else f" of {name}"
         raise ValueError(f"kernels={backend!r} is no backend{of}; there are {', '.join(backends)}")
-    if backend not in HERE and not (torch.cuda.is_available() or interpreted()):
+    if backend not in ANYWHERE and not (torch.cuda.is_available() or interpreted()):
         raise ValueError(f"kernels={backend!r} cannot run here: there is no GPU; auto and torch can")
 
 
@@ -160,7 +160,7 @@ def _choose(name, wanted, args, kwargs):
         if reason is not None:
             raise ValueError(f"kernels: {name}={wanted} cannot run here: {reason}; choose auto or torch")
         return wanted, function
-    x = args[0] if isinstance(args[0], torch.Tensor) else args[0][0] if args[0][1] is None else args[0][1]
+    x = args[0] if isinstance(args[0], torch.Tensor) else next(t for t in args[0] if t is not None)
     if x.is_cpu and "c" in implementations and not torch.is_grad_enabled():
         function, why_not, slower = implementations["c"]
         if not slower(*args) and why_not(*args) is None:

@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -24,35 +25,42 @@ import kernels
 ROWS = 16  # auto takes PyTorch's path for more
 SOURCE = Path(__file__).with_name("cpu.c")
 # Sums in any order, as vectors need them; else what is written, NaN and infinity included.
-FLAGS = "-O3 -march=native -shared -fPIC -fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math"
+FLAGS = "-O3 -shared -fPIC -fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math"
 
 
 @functools.cache
 def library():
     """-> the functions of cpu.c, or why there are none."""
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CC", "")) or [next(filter(shutil.which, ("cc", "gcc", "clang")), None)]
+    if compiler == [None]:
         return "there is no C compiler (cc, gcc or clang)"
     source = SOURCE.read_text()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "k3-engine"
-    name = hashlib.sha256(repr((source, FLAGS, compiler, platform.uname(), _cpu())).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "k3-engine"
+    name = hashlib.sha256(repr((source, FLAGS, compiler, platform.machine(), _cpu())).encode()).hexdigest()[:16]
     try:
         if not (cache / f"{name}.so").exists():
             cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=cache) as folder:
-                built = Path(folder) / "cpu.so"
-                command = [compiler, *FLAGS.split(), str(SOURCE), "-o", str(built), "-lm"]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-                if done.returncode:
-                    return f"{compiler} cannot build cpu.c: {(done.stderr.splitlines() or ['no reason given'])[0]}"
-                built.replace(cache / f"{name}.so")
+                _build(compiler, Path(folder) / "cpu.so").replace(cache / f"{name}.so")
         loaded = ctypes.CDLL(str(cache / f"{name}.so"))
     except (OSError, subprocess.SubprocessError) as e:
-        return f"cpu.c cannot be built: {e}"
+        return f"cpu.c cannot be built: {getattr(e, 'stderr', None) or e}".splitlines()[0]
     for function, parameters in re.findall(r"^void (\w+)\((.*?)\) \{", source, re.M | re.S):
         kind = lambda p: ctypes.c_void_p if "*" in p else ctypes.c_float if "float" in p else ctypes.c_int64
         getattr(loaded, function).argtypes = [kind(p) for p in parameters.split(",")]
     return loaded
+
+
+def _build(compiler, file):
+    run = lambda *flags: subprocess.run(
+        [*compiler, *flags, *FLAGS.split(), str(SOURCE), "-o", str(file), "-lm"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    try:
+        run("-march=native")
+    except subprocess.CalledProcessError:  # not every compiler knows that
+        run()
+    return file
 
 
 _empty = functools.partial(torch.empty, dtype=torch.float32, device="cpu")
