@@ -1,4 +1,4 @@
-"""The flat page pool, the Batch through which layers read and write it, and the prefix cache over it.
+"""The flat page pool, and the Batch through which layers read and write it.
 
 One pool of equal pages under one page-id space; a page holds P tokens of latent history or recurrent state, so every
 byte can serve either. The pool has a slab per MLA layer, and page id p is the same place in every slab:
@@ -8,12 +8,9 @@ byte can serve either. The pool has a slab per MLA layer, and page id p is the s
     page q    KDA layer 0: S, conv    KDA layer 1: S, conv   state: one group of KDA layers, a slab each
 
 P is the fewest tokens, rounded up to a multiple of 128, whose rows hold one KDA layer's state.
-
-The prefix cache is a radix tree over token ids. Its nodes own pages of history and, at their end, a snapshot of the
-recurrent state; a prefix can be resumed where it has both.
 """
 
-from collections import OrderedDict
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +19,7 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+GREEDY = (0.0, 1.0, 1.0, 0.0, 0.5)  # sampling.FILTERS of who takes the likeliest token
 
 
 def page_size(cfg, dtype=torch.bfloat16, latent_dtype=None, tp=1):
@@ -65,9 +63,10 @@ class Pages:
 
     def release(self, pages):
         """Drops one reference of each page; those without any become free, and are returned."""
+        pages = np.asarray(pages, dtype=np.int64)
         np.subtract.at(self.references, pages, 1)
         assert (self.references[pages] >= 0).all(), "a page was released more often than it was taken"
-        freed = [int(p) for p in pages if self.references[p] == 0]
+        freed = np.unique(pages[self.references[pages] == 0]).tolist()
         self._free += freed
         return freed
 
@@ -84,24 +83,23 @@ class PagePool(Pages):
         self.latent_dtype = latent_dtype or dtype
         self.page_size = page_size(cfg, dtype, latent_dtype)
         slabs = max(1, len(cfg.mla_layers) + mtp)
-        self.groups = -(
-            -len(cfg.kda_layers) // slabs
-        )  # pages of state per sequence: each holds one layer's state per slab
+        # pages of state per sequence: each holds one layer's state per slab
+        self.groups = -(-len(cfg.kda_layers) // slabs)
         self._per_group = -(-len(cfg.kda_layers) // max(1, self.groups))
-        width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
+        self.kda_layers, width = len(cfg.kda_layers), cfg.kv_lora_rank + cfg.qk_rope_head_dim
         slab_bytes = self.page_size * width * self.latent_dtype.itemsize
         self.page_bytes = slabs * slab_bytes
         # Memory is not touched before it is used: on a CPU an empty pool costs nothing.
         self.slabs = torch.empty(slabs, num_pages, slab_bytes, dtype=torch.uint8, device=device)
+        self.device = self.slabs.device
         self._rows = self.slabs.view(self.latent_dtype).view(slabs, -1, width)
         if cfg.kda_layers:
             h, d, state_dtype = cfg.kda_heads, cfg.kda_head_dim, torch.promote_types(dtype, torch.float32)
             start = h * d * d * state_dtype.itemsize // dtype.itemsize
             self._S = self.slabs.view(state_dtype)[..., : h * d * d].unflatten(-1, (h, d, d))
             conv = (cfg.conv_kernel - 1) * 3 * h * d
-            self._conv = self.slabs.view(dtype)[..., start : start + conv].unflatten(
-                -1, (cfg.conv_kernel - 1, 3 * h * d)
-            )
+            shape = cfg.conv_kernel - 1, 3 * h * d
+            self._conv = self.slabs.view(dtype)[..., start : start + conv].unflatten(-1, shape)
         self.live = np.zeros(num_pages, dtype=np.int32)  # references held by running requests, the rest are the cache's
         self.live_pages = 0
 
@@ -141,7 +139,19 @@ class PagePool(Pages):
 
     def scrub(self, pages):
         """Zeroes pages, so that a fault in them (NaN) cannot reach whoever takes them next."""
-        self.slabs[:, torch.as_tensor(np.asarray(pages, dtype=np.int64), device=self.slabs.device)] = 0
+        self.slabs[:, torch.as_tensor(np.asarray(pages, dtype=np.int64), device=self.device)] = 0
+
+    def finite(self, slots, state=None):
+        """Whether the latent rows at slots [n], and the states in the pages `state` (one a group) are all finite."""
+        found, P = [], self.page_size
+        for at in np.split(slots, range(64 * P, len(slots), 64 * P)):  # a bounded copy at a time
+            at = torch.from_numpy(at).to(self.device)
+            for slab in self._rows:
+                rows = slab.view(torch.uint8)[at].view(slab.dtype)
+                found.append(((rows.view(torch.uint8) & 127) < 127 if slab.dtype == FP8 else rows.isfinite()).all())
+        for i in range(self.kda_layers if state is not None else 0):
+            found += [x[state[self.group(i)]].isfinite().all() for x in self.state(i)]
+        return not found or bool(torch.stack(found).all())
 
 
 # ---------------------------------------------------------------- what a batch reads and writes
@@ -161,6 +171,36 @@ class Chunk:
     src: np.ndarray
     dst: np.ndarray
     follows: bool = False  # the same text as the chunk before it, which ends where a snapshot is due
+
+
+@dataclass
+class Step:
+    """One step of the model in plain numbers, so that one rank can plan it for all.
+
+    ids [N] int: the tokens of all chunks, those with one token first; ends: indices of the chunks whose last token is
+    followed by a choice of the next; held: hidden [H] of further sequences that only choose; filters: a row of
+    sampling.FILTERS for each choice, logprobs: how many it reports, or None.
+    """
+
+    chunks: list
+    ids: np.ndarray
+    ends: list
+    filters: list
+    logprobs: list
+    held: tuple = ()
+
+    @classmethod
+    def decode(cls, chunks, ids, filters):
+        """One token of each sequence, and the choice of the next."""
+        return cls(chunks, ids, list(range(len(chunks))), filters, [None] * len(chunks))
+
+    @property
+    def is_decode(self):
+        return len(self.ids) == len(self.ends) == len(self.filters)
+
+    @property
+    def sampled(self):
+        return any(row[0] for row in self.filters)
 
 
 @dataclass
@@ -228,6 +268,65 @@ class Part:
         return torch.from_numpy(x.astype(np.int32)).to(self.past.device, non_blocking=True)
 
 
+class Feed:
+    """What a step reads beside the pool, in one buffer, so that one copy brings it to the device.
+
+    For N tokens of B sequences with tables of W pages, and R choices of a token: ids, slots [N] int64: the tokens, and
+    the row of a slab where the latent row of each goes; last [B] int64: each sequence's last row; past [B] and table
+    [B, W] int32: tokens before, history pages; src, dst [groups, B] int64: state pages; filters [5, R] float64: how to
+    choose (sampling.FILTERS).
+    """
+
+    def __init__(self, pool, N, B, W, R=0):
+        wide, groups = torch.int64, pool.groups
+        self.page_size, self.device = pool.page_size, pool.device
+        self.sections = {"ids": (wide, N), "slots": (wide, N), "last": (wide, B)}
+        self.sections |= {"src": (wide, groups, B), "dst": (wide, groups, B), "filters": (torch.float64, 5, R)}
+        self.sections |= {"past": (torch.int32, B), "table": (torch.int32, B, W)}
+        words = sum(-(-math.prod(shape) * dtype.itemsize // 8) for dtype, *shape in self.sections.values())
+        self.host = torch.empty(words, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self.rows = {name: x.numpy() for name, x in self.views(self.host).items()}
+
+    def views(self, buffer):
+        """name -> its part of such a buffer."""
+        found, at = {}, 0
+        for name, (dtype, *shape) in self.sections.items():
+            n = math.prod(shape)
+            words = -(-n * dtype.itemsize // 8)
+            found[name] = buffer[at : at + words].view(dtype)[:n].view(shape)
+            at += words
+        return found
+
+    def fill(self, chunks, ids=None, filters=()):
+        """Writes what `chunks` need, ids [N] their tokens; filters: a row for each choice. What is left over is
+        padding: it has no pages (below 0), and nothing is read or written for it.
+        """
+        x, P, n, total = self.rows, self.page_size, len(chunks), sum(c.tokens for c in chunks)
+        for name, value in (("slots", -1), ("src", -1), ("dst", -1), ("table", -1), ("past", 0), ("ids", 0)):
+            x[name].fill(value)
+        tokens, past = np.array([(c.tokens, c.past) for c in chunks], dtype=np.int64).reshape(-1, 2).T
+        x["past"][:n], x["table"][:n] = past, 0
+        for i, c in enumerate(chunks):
+            used = c.pages[: x["table"].shape[1]]
+            x["table"][i, : len(used)] = used
+            x["src"][: len(c.src), i], x["dst"][: len(c.dst), i] = c.src, c.dst
+        owner, stop = np.repeat(np.arange(n), tokens), np.cumsum(tokens)
+        position = past[owner] + np.arange(total) - (stop - tokens)[owner]
+        x["slots"][:total] = x["table"][owner, position // P].astype(np.int64) * P + position % P
+        x["last"][:n] = stop - 1
+        if ids is not None:
+            x["ids"][:total] = ids
+        x["filters"].T[:] = GREEDY
+        if len(filters):
+            x["filters"].T[: len(filters)] = filters
+
+    def upload(self):
+        """name -> tensor on the device."""
+        if self.device.type == "cpu":
+            return {name: torch.from_numpy(x) for name, x in self.rows.items()}
+        return self.views(self.host.to(self.device, non_blocking=True))
+
+
 class Batch:
     """Sequences that run together, their rows one after another: first those that bring one token, then the others.
 
@@ -248,31 +347,23 @@ class Batch:
     @classmethod
     def paged(cls, pool, chunks):
         """One batch of chunks, those with one token first. Neighbours with equal numbers of new tokens run together."""
-        P, device = pool.page_size, pool.slabs.device
-        tokens, past = np.array([(c.tokens, c.past) for c in chunks], dtype=np.int64).T
-        width = int((past + tokens + P - 1).max()) // P
-        table = np.zeros((len(chunks), width), dtype=np.int32)
-        for row, c in zip(table, chunks):
-            used = c.pages[:width]
-            row[: len(used)] = used
-        owner = np.repeat(np.arange(len(chunks)), tokens)
-        starts = np.cumsum(tokens) - tokens
-        position = past[owner] + np.arange(tokens.sum()) - starts[owner]
-        slots = table[owner, position // P].astype(np.int64) * P + position % P
-        src, dst = np.array([c.src for c in chunks]), np.array([c.dst for c in chunks])
-        arrays = (past.astype(np.int32), table, src, dst, slots)
-        *where, slots = [torch.from_numpy(x).to(device, non_blocking=True) for x in arrays]
+        feed = Feed(pool, sum(c.tokens for c in chunks), len(chunks), table_width(pool, chunks))
+        feed.fill(chunks)
+        return cls.fed(pool, feed.upload(), *zip(*((c.tokens, c.past, c.follows) for c in chunks)))
 
-        follows = [c.follows for c in chunks]
+    @classmethod
+    def fed(cls, pool, x, tokens, pasts, follows):
+        """The same from a Feed's tensors x, and what the host has to know of each chunk."""
         waits = [*follows[1:], False]  # a piece with another behind it is no decode row, even if it is one token
-        ones = next((i for i, n in enumerate(tokens) if n > 1 or follows[i] or waits[i]), len(chunks))
-        parts, end = [], int(tokens.sum())
-        for i, j, rows in ((0, ones, slice(0, ones)), (ones, len(chunks), slice(ones, end))):
+        ones = next((i for i, n in enumerate(tokens) if n > 1 or follows[i] or waits[i]), len(tokens))
+        parts, where = [], (x["past"], x["table"], x["src"].T, x["dst"].T)
+        for i, j, rows in ((0, ones, slice(0, ones)), (ones, len(tokens), slice(ones, sum(tokens)))):
             if i < j:
-                longest = int((past[i:j] + tokens[i:j]).max())
-                lengths, pasts = tokens[i:j].tolist(), past[i:j].tolist()
-                parts.append(Part(rows, lengths, pasts, follows[i:j], longest, P, *(x[i:j] for x in where)))
-        return cls(pool, parts, slots)
+                own = where if j - i == len(tokens) else [t[i:j] for t in where]
+                lengths, before = list(tokens[i:j]), list(pasts[i:j])
+                longest = max(map(sum, zip(lengths, before)))
+                parts.append(Part(rows, lengths, before, list(follows[i:j]), longest, pool.page_size, *own))
+        return cls(pool, parts, x["slots"])
 
     def state(self, kda_index, part):
         """S [pages, h, d, d] and conv [pages, K-1, 3hd] of a KDA layer; pages src, dst [B] of a part's sequences."""
@@ -280,349 +371,6 @@ class Batch:
         return *self.pool.state(kda_index), part.src[:, group], part.dst[:, group]
 
 
-# ---------------------------------------------------------------- the prefix cache
-
-
-@dataclass
-class Snapshot:
-    """The state after the last token of a node: one page per group, and the hidden before the final norm [H]."""
-
-    pages: np.ndarray
-    hidden: torch.Tensor
-
-
-class Node:
-    """An edge of the tree: tokens [start, end) of every text that passes here, their pages, and a snapshot at the end
-    or None.
-
-    pages: of page indices start // P ... (end - 1) // P. Where start lies inside a page, the first holds the rows
-    before it too.
-    """
-
-    __slots__ = (
-        "parent",
-        "tokens",
-        "start",
-        "pages",
-        "snapshot",
-        "children",
-        "on_host",
-        "pins",
-        "used",
-        "snapshot_used",
-    )
-
-    def __init__(self, parent, tokens, start, pages, on_host=False):
-        self.parent, self.tokens, self.start, self.pages, self.on_host = parent, tokens, start, pages, on_host
-        self.snapshot, self.children, self.pins, self.used, self.snapshot_used = None, {}, 0, 0, 0
-
-    @property
-    def end(self):
-        return self.start + len(self.tokens)
-
-    def path(self):
-        """The nodes from the root's child down to this one."""
-        nodes = []
-        node = self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-
-class PrefixCache:
-    """A radix tree over token ids whose nodes own pages of `pool`, and of host memory once they are evicted.
-
-    Least recently used is evicted first. Using a prefix uses all its ancestors later than itself, so the oldest node
-    has no younger child: it is a leaf. It goes to the host, history and state together, or is dropped where there is
-    none. Without a host tier a snapshot in the middle of a text also ages by itself, used only when something resumes
-    from it: longer texts outlive it.
-    """
-
-    def __init__(self, pool, host_pages=0):
-        self.pool = pool
-        self.host = HostTier(pool, host_pages) if host_pages else None
-        self.root = Node(None, np.empty(0, np.int32), 0, np.empty(0, np.int64))
-        self.nodes, self.host_nodes, self.snapshots = (
-            OrderedDict(),
-            OrderedDict(),
-            OrderedDict(),
-        )  # least recently used first
-        self._clock = 0
-        self.evicted = self.offloaded = self.restored = 0  # nodes, since the start
-
-    # -- finding
-
-    def match(self, tokens, here=False):
-        """-> (the deepest node that `tokens` can resume from, or None; how many leading tokens the tree knows at all).
-
-        here: only what is in the pool, not on the host.
-        """
-        node, at, best = self.root, 0, None
-        while at < len(tokens):
-            child = node.children.get(int(tokens[at]))
-            if child is None:
-                break
-            same = common(child.tokens, tokens[at:])
-            at += same
-            if same < len(child.tokens) or (here and child.on_host):
-                break
-            node = child
-            best = node if node.snapshot else best
-        return best, at
-
-    def table(self, node):
-        """The history pages of the text that ends at `node`, by page index."""
-        P, table = self.pool.page_size, np.zeros(self.pool.history_pages(node.end), dtype=np.int64)
-        for n in node.path():
-            table[n.start // P : n.start // P + len(n.pages)] = n.pages
-        return table
-
-    def use(self, node, resume=False):
-        """Marks the text that ends at `node` as used now, and with resume its snapshot."""
-        self._clock += 1
-        if resume and not node.on_host:
-            node.snapshot_used = self._clock
-            self.snapshots.move_to_end(node)
-        while node.parent is not None:  # deepest first: ancestors are younger than what hangs on them
-            node.used = self._clock
-            (self.host_nodes if node.on_host else self.nodes).move_to_end(node)
-            node = node.parent
-
-    # -- growing
-
-    def insert(self, tokens, pages, state, hidden):
-        """Stores a text of n tokens [n] that can be resumed at its end; takes its own references. Returns its node.
-
-        pages: its history pages by page index; state: its state pages; hidden: of its last token, [H]. What is known
-        stays as it is.
-        """
-        P, node, at = self.pool.page_size, self.root, 0
-        while at < len(tokens):
-            child = node.children.get(int(tokens[at]))
-            if child is None:
-                child = Node(node, tokens[at:].copy(), at, pages[at // P : self.pool.history_pages(len(tokens))].copy())
-                self.pool.retain(child.pages)
-                self.nodes[child] = None
-                node.children[int(tokens[at])] = child
-            else:
-                same = common(child.tokens, tokens[at:])
-                child = self._split(child, same) if same < len(child.tokens) else child
-            node, at = child, child.end
-        if node.snapshot is None and not node.on_host:
-            self.pool.retain(state)
-            node.snapshot = Snapshot(state.copy(), hidden.clone())
-            self.snapshots[node] = None
-        self.use(node, resume=node.snapshot is not None)
-        return node
-
-    def _split(self, node, count):
-        """Cuts `node` after `count` tokens -> the new upper part. A page that the cut goes through belongs to both."""
-        P, at = self.pool.page_size, node.start + count
-        first = node.start // P
-        upper = Node(node.parent, node.tokens[:count], node.start, node.pages[: -(-at // P) - first], node.on_host)
-        if at % P:
-            self._home(node).retain(upper.pages[-1:])
-        upper.used = node.used
-        node.parent.children[int(node.tokens[0])] = upper
-        node.parent, node.tokens, node.start, node.pages = upper, node.tokens[count:], at, node.pages[at // P - first :]
-        upper.children[int(node.tokens[0])] = node
-        (self.host_nodes if node.on_host else self.nodes)[upper] = None  # younger than node; the caller uses it now
-        return upper
-
-    def _home(self, node):
-        return self.host if node.on_host else self.pool
-
-    # -- shrinking
-
-    def evict(self, free):
-        """Evicts until the pool has `free` free pages or nothing is left to evict; returns whether it has."""
-        while self.pool.free_pages < free:
-            node = next((n for n in self.nodes if not n.pins and _is_leaf(n)), None)
-            middle = None if self.host else next((n for n in self.snapshots if not n.pins), None)
-            if middle and not _is_leaf(middle) and (node is None or middle.snapshot_used < node.used):
-                self._drop_snapshot(middle)
-            elif node is None:
-                return False
-            elif not (self.host and self._offload(node)):
-                self._remove(node)
-            self.evicted += 1
-        return True
-
-    def _drop_snapshot(self, node):
-        self._home(node).release(node.snapshot.pages)
-        node.snapshot = None
-        self.snapshots.pop(node, None)
-
-    def _remove(self, node):
-        """Takes `node` and all below it out of the tree, then ancestors that nothing resumes from any more."""
-        for child in list(node.children.values()):
-            self._remove_one(child, recurse=True)
-        while node.parent is not None and not node.children:
-            parent = node.parent
-            self._remove_one(node)
-            node = parent
-            if node.snapshot is not None or node.pins:
-                break
-
-    def _remove_one(self, node, recurse=False):
-        for child in list(node.children.values()) if recurse else ():
-            self._remove_one(child, recurse=True)
-        if node.snapshot is not None:
-            self._drop_snapshot(node)
-        self._home(node).release(node.pages)
-        (self.host_nodes if node.on_host else self.nodes).pop(node)
-        del node.parent.children[int(node.tokens[0])]
-
-    def forget(self, tokens):
-        """Drops every text that begins like `tokens`: a fault was found that may lie in a page or state they share."""
-        top = self.root.children.get(int(tokens[0]))
-        if top is None:
-            return
-        below = [n for n in [*self.nodes, *self.host_nodes] if n.path()[0] is top]
-        if not any(n.pins for n in below):
-            self._remove_one(top, recurse=True)
-        for n in below if top.pins else ():  # a transfer is under way: nothing resumes from the others
-            if n.snapshot is not None and not n.pins:
-                self._drop_snapshot(n)
-
-    def clear(self):
-        """Forgets everything, unless a transfer is under way."""
-        if not any(n.pins for n in [*self.nodes, *self.host_nodes]):
-            for child in list(self.root.children.values()):
-                self._remove_one(child, recurse=True)
-
-    # -- the host tier
-
-    def _offload(self, node):
-        """Moves a node's history and snapshot to host memory.
-
-        False, and nothing is moved, where there is no room, or nothing resumes from it nor from what hangs on it.
-        """
-        need, oldest = _page_count(node), True
-        node.pins += 1  # room is made by dropping others, perhaps those that hang on it
-        while self.host.free_pages < need and oldest:
-            oldest = next((n for n in self.host_nodes if not n.pins and not n.children), None)
-            if oldest:
-                self._remove(oldest)
-        node.pins -= 1
-        if self.host.free_pages < need or not (node.snapshot or node.children):
-            return False
-        self._move(node, self.pool, self.host)
-        self.offloaded += 1
-        return True
-
-    def _move(self, node, source, target):
-        """Copies pages and snapshot of `node` to the other tier and gives up the old ones."""
-        for holder in (node, node.snapshot) if node.snapshot else (node,):
-            old, new = holder.pages, target.allocate(len(holder.pages))
-            self.host.copy(old, new, to_host=target is self.host)
-            source.release(old)
-            holder.pages = new
-        node.on_host = target is self.host
-        before, after = (self.nodes, self.host_nodes) if node.on_host else (self.host_nodes, self.nodes)
-        del before[node]
-        after[node] = None
-        if node.on_host:
-            self.snapshots.pop(node, None)
-        elif node.snapshot:
-            self.snapshots[node] = None
-
-    def restore(self, node):
-        """Starts to bring the text that ends at `node` back from the host. Returns a Transfer, or None where the pool
-        has no room.
-
-        Until `finish`, its nodes are pinned: nothing on its path is evicted.
-        """
-        path = node.path()
-        away = [n for n in path if n.on_host]
-        need = sum(_page_count(n) for n in away)
-        here = sum(_page_count(n) for n in path if not n.on_host)
-        if need + here > self.pool.num_pages - self.pool.live_pages:
-            return None
-        self._pin(path, 1)
-        if not self.evict(need):
-            self._pin(path, -1)
-            return None
-        for n in away:
-            self._move(n, self.host, self.pool)
-        self.restored += len(away)
-        pages = np.unique(np.concatenate([holder.pages for n in path for holder in (n, n.snapshot) if holder]))
-        self.pool.hold(pages)
-        return Transfer(path, pages, self.host.event())
-
-    def finish(self, transfer):
-        """Ends a transfer: its text can be resumed, and evicted, like any other."""
-        if (
-            transfer.event is not None and not transfer.ready()
-        ):  # given up early: what is queued from now on waits for it
-            torch.cuda.current_stream(self.pool.slabs.device).wait_event(transfer.event)
-        self._pin(transfer.path, -1)
-        self.pool.drop(transfer.pages)
-
-    def _pin(self, path, by):
-        for n in path:
-            n.pins += by
-
-
-@dataclass
-class Transfer:
-    """Nodes on their way back from the host, and their pages."""
-
-    path: list
-    pages: np.ndarray
-    event: object  # a CUDA event, or None where copies are immediate
-
-    def ready(self):
-        return self.event is None or self.event.query()
-
-
-class HostTier(Pages):
-    """Pages in (pinned) host memory, and copies to and from the pool on a stream of their own."""
-
-    def __init__(self, pool, num_pages):
-        super().__init__(num_pages)
-        self.pool, slabs = pool, pool.slabs
-        cuda = slabs.device.type == "cuda"
-        self.memory = torch.empty(num_pages, slabs.shape[0], slabs.shape[2], dtype=torch.uint8, pin_memory=cuda)
-        self.stream = torch.cuda.Stream(slabs.device) if cuda else None
-
-    def copy(self, source, target, to_host):
-        """Copies pool pages to host pages or back; on a GPU, after what is queued to write the source."""
-        slabs = self.pool.slabs
-        if self.stream is None:
-            if to_host:
-                self.memory[target] = slabs[:, source].movedim(0, 1)
-            else:
-                slabs[:, target] = self.memory[source].movedim(1, 0)
-            return
-        main = torch.cuda.current_stream(slabs.device)
-        self.stream.wait_stream(main)
-        with torch.cuda.stream(self.stream):
-            for s, t in zip(source.tolist(), target.tolist()):
-                if to_host:
-                    self.memory[t].copy_(slabs[:, s], non_blocking=True)
-                else:
-                    slabs[:, t] = self.memory[s].to(slabs.device, non_blocking=True)
-        if to_host:
-            main.wait_stream(self.stream)  # the device pages are free now: their next writer comes after the copy
-
-    def event(self):
-        """An event behind all copies so far, for Transfer."""
-        return self.stream.record_event() if self.stream else None
-
-
-def _page_count(node):
-    return len(node.pages) + (len(node.snapshot.pages) if node.snapshot else 0)
-
-
-def _is_leaf(node):
-    """Whether nothing in the pool hangs on this node (what is on the host may)."""
-    return all(child.on_host for child in node.children.values())
-
-
-def common(a, b):
-    """How many leading elements two integer arrays share."""
-    n = min(len(a), len(b))
-    different = a[:n] != b[:n]
-    return int(different.argmax()) if different.any() else n
+def table_width(pool, chunks):
+    """Pages of the longest history that these chunks end with."""
+    return max((pool.history_pages(c.past + c.tokens) for c in chunks), default=0)

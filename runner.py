@@ -1,152 +1,133 @@
-"""Running the model over a batch of chunks: op by op, or a whole decode step as one CUDA graph.
+"""Running a step (cache.Step) that the scheduler has planned: op by op, or a decode step as one CUDA graph.
 
-A decode step launches a few hundred kernels that each take microseconds: launched one by one they wait for the host. A
-graph launches them as one. It is captured once per bucket (number of sequences, width of the page table, greedy or
-sampled), reads its inputs from one buffer that a single copy fills, and ends with the sampled tokens, so that the host
-waits once a step. Sequences that fill up a bucket have no pages (ids below 0): kernels read and write nothing for them.
+What a step reads goes to the device in one copy (cache.Feed); what the host needs of it comes back in one. A decode
+step launches a few hundred kernels that each take microseconds: launched one by one they wait for the host; a graph
+launches them as one. It is captured once per bucket (number of sequences, width of the page table, greedy or sampled).
+Sequences that fill up a bucket have no pages (ids below 0): kernels read and write nothing for them.
 """
 
-import numpy as np
+from collections import OrderedDict
+from dataclasses import dataclass
+
 import torch
 
 import kernels
-from cache import Batch, Part
-from sampling import FILTERS, draw
+from cache import Batch, Feed, table_width
+from sampling import logprobs, sample
 
 SYNC_FREE = ("kda_decode", "latent_write", "mla_decode", "experts", "router")  # in PyTorch shapes depend on data
-PADDING = dict(zip(FILTERS, (0.0, 1.0, 1.0, 0.0, 0.5))) | {"ids": 0, "past": 0}  # a greedy row; no pages: below 0
+GRAPHS = 64  # captured graphs that are kept: those used last
 
 
-def bucket(n):
-    """The number of sequences that a graph for n is captured with: 1, 2, 4, 8, then multiples of 8."""
-    return 1 << (n - 1).bit_length() if n <= 8 else -(-n // 8) * 8
+@dataclass
+class Result:
+    """What a step gave.
 
+    hidden: of each chunk's last token, before the final norm, [H] on the device. On the host: sound: for each chunk,
+    whether that is free of faults (NaN); and for each request that chooses, in the step's order: tokens; finite:
+    whether its logits were; logprobs: {id: log-probability}, the token's own first, or None. cold: whether time went
+    into capturing or compiling.
+    """
 
-class Graph:
-    """One captured decode step of B sequences with tables of W pages."""
-
-    def __init__(self, model, pool, B, W, sampled, memory):
-        self.pool, self.B, self.W = pool, B, W
-        groups = max(pool.groups, 1)
-        self.sizes = {"ids": 1, "past": 1, "slots": 1, "src": groups, "dst": groups, "table": W}
-        self.sizes |= dict.fromkeys(FILTERS, 1)
-        length = B * sum(self.sizes.values())
-        self.host = torch.empty(length, dtype=torch.int64, pin_memory=True)
-        self.inputs = torch.empty(length, dtype=torch.int64, device=pool.slabs.device)
-        self.copied = torch.cuda.Event()
-        self.rows = {name: part.numpy() for name, part in self.views(self.host).items()}
-        for name in FILTERS:
-            self.rows[name] = self.rows[name].view(np.float64)
-        for name, shape in (("src", (-1, B)), ("dst", (-1, B)), ("table", (B, W))):
-            self.rows[name] = self.rows[name].reshape(shape)
-        self.fill([], np.empty(0, dtype=np.int64), [])
-        x = self.views(self.inputs)
-        filters = {name: x[name].view(torch.float64) for name in FILTERS}
-        where = (x["past"], x["table"].view(B, W), x["src"].view(groups, B).T, x["dst"].view(groups, B).T)
-        lengths, longest = [1] * B, W * pool.page_size
-        part = Part(slice(0, B), lengths, [longest - 1] * B, [False] * B, longest, pool.page_size, *where)
-        batch = Batch(pool, [part], x["slots"])
-
-        def step():
-            hidden = model.hidden(x["ids"], batch)
-            logits = model.logits(hidden)
-            return hidden, logits, *draw(logits, filters if sampled else None)
-
-        counts = kernels.counts.copy()
-        try:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # compiles kernels and creates handles; with no pages it writes nothing
-                step()
-            torch.cuda.current_stream().wait_stream(side)
-            self.calls = kernels.counts - counts
-            slow = [op for op in SYNC_FREE if self.calls[op, "torch"]]
-            if slow:
-                raise NotCapturable(f"{', '.join(slow)} ran in PyTorch, where shapes depend on data")
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=memory):
-                self.hidden, self.logits, self.tokens, self.finite = step()
-        finally:  # none of these calls answered anyone
-            kernels.counts.clear()
-            kernels.counts.update(counts)
-
-    def views(self, buffer):
-        parts = buffer.split([self.B * n for n in self.sizes.values()])
-        return dict(zip(self.sizes, parts))
-
-    def fill(self, chunks, ids, filters):
-        """Writes what a step reads, and padding, into the input buffer: one copy."""
-        self.copied.synchronize()  # the host buffer may still be read
-        x, n, P = self.rows, len(chunks), self.pool.page_size
-        for name, part in x.items():
-            part.fill(PADDING.get(name, -1))
-        x["ids"][:n] = ids
-        for i, c in enumerate(chunks):
-            used = c.past // P + 1
-            x["past"][i], x["table"][i, :used] = c.past, c.pages[:used]
-            x["slots"][i] = c.pages[used - 1] * P + c.past % P
-            x["src"][: len(c.src), i], x["dst"][: len(c.dst), i] = c.src, c.dst
-        for name, column in zip(FILTERS, zip(*filters)):
-            x[name][:n] = column
-        self.inputs.copy_(self.host, non_blocking=True)
-        self.copied.record()
-
-    def __call__(self, chunks, ids, filters):
-        self.fill(chunks, ids, filters)
-        self.graph.replay()
-        kernels.counts.update(self.calls)
-        n = len(chunks)
-        return self.hidden[:n].clone(), self.logits[:n], self.tokens[:n], self.finite[:n]
-
-
-class NotCapturable(RuntimeError):
-    pass
+    hidden: list
+    sound: list
+    tokens: list
+    finite: list
+    logprobs: list
+    cold: bool = False
 
 
 class Runner:
-    """Runs the model over chunks in `pool`. graphs: False, or True: decode steps are captured where they can be."""
+    """Runs the model over `pool` as a step says. graphs: False, or True: decode steps are captured where possible."""
 
     def __init__(self, model, pool, graphs):
         self.model, self.pool = model, pool
         self.eager = None if graphs else "off"  # why no graphs are used
-        self.graphs, self.replays = {}, 0  # key -> Graph, or why there is none
+        self.graphs = OrderedDict()  # key -> Graph, or why there is none; least recently used first
+        self.replays = self.captures = 0
         self.memory = torch.cuda.graph_pool_handle() if graphs else None
 
-    def run(self, chunks, ids):
-        """ids int64 [N]: the tokens of all chunks -> hidden [R, H] of each chunk's last token."""
-        last = np.cumsum([c.tokens for c in chunks]) - 1
-        device = self.pool.slabs.device
-        hidden = self.model.hidden(torch.from_numpy(ids).to(device), Batch.paged(self.pool, chunks))
-        return hidden[torch.from_numpy(last).to(device)]
+    def run(self, step):
+        """step: cache.Step -> Result. The host waits for the device at the end, and nowhere else."""
+        before = self.captures, kernels.compilations()
+        graph = self.graph(step) if step.is_decode else None
+        result = self.download(step, *(graph(step) if graph else self.forward(step)))
+        result.cold = before != (self.captures, kernels.compilations())
+        return result
 
-    def decode(self, chunks, ids, filters):
-        """One token of each chunk as one graph -> hidden [R, H], logits [R, V], tokens [R], finite [R]
-        (`sampling.draw`); None where it cannot be captured. filters: a row of `sampling.FILTERS` for each chunk.
-        """
+    def forward(self, step):
+        """Op by op -> hidden [B, H] of each chunk's last token, logits [R, V], tokens and finite [R] of the choices."""
+        chunks = step.chunks
+        feed = Feed(self.pool, len(step.ids), len(chunks), table_width(self.pool, chunks), len(step.filters))
+        feed.fill(chunks, step.ids, step.filters)
+        x, hidden = feed.upload(), []
+        if chunks:
+            sizes = zip(*((c.tokens, c.past, c.follows) for c in chunks))
+            hidden = self.model.hidden(x["ids"], Batch.fed(self.pool, x, *sizes))
+            hidden = hidden if len(hidden) == len(chunks) else hidden[x["last"]]
+        rows = [*(hidden[i] for i in step.ends), *step.held]
+        if not rows:
+            return hidden, None, *torch.empty(2, 0, device=hidden.device)
+        logits = self.model.logits(torch.stack(rows))
+        return hidden, logits, *sample(logits, x["filters"] if step.sampled else None)
+
+    def download(self, step, hidden, logits, tokens, finite):
+        """Brings to the host, in one copy, what it has to know -> Result."""
+        sound = finite if step.is_decode else hidden.isfinite().all(-1) if step.chunks else finite[:0]
+        most = max((n for n in step.logprobs if n is not None), default=None)
+        wanted = () if most is None else logprobs(logits, tokens, most)
+        parts = [x.flatten().double() for x in (sound, tokens, finite, *wanted)]
+        sound, tokens, finite, *wanted = (x.tolist() for x in torch.cat(parts).cpu().split([len(x) for x in parts]))
+        rows, each = [None] * len(tokens), len(wanted[0]) // len(tokens) if wanted else 0
+        for i, n in enumerate(step.logprobs):
+            if n is not None:
+                values, ids = (x[i * each : i * each + 1 + n] for x in wanted)
+                rows[i] = {int(token): value for token, value in zip(ids, values)}
+        return Result(list(hidden), [*map(bool, sound)], [*map(int, tokens)], [*map(bool, finite)], rows)
+
+    # ------------------------------------------------------------ graphs
+
+    def graph(self, step):
+        """The graph for a step of one token of each sequence; None where it cannot be captured."""
         if self.eager is not None:
             return None
-        W = max(c.past // self.pool.page_size + 1 for c in chunks)
-        shape = bucket(len(chunks)), 1 << (W - 1).bit_length(), any(row[0] for row in filters)
+        width = table_width(self.pool, step.chunks)
+        shape = bucket(len(step.chunks)), 1 << (width - 1).bit_length(), step.sampled
         key = shape, kernels.current()
         if key not in self.graphs:
             self.graphs[key] = self.capture(*shape)
+            while len(self.graphs) > GRAPHS:
+                self.graphs.popitem(last=False)
+        self.graphs.move_to_end(key)
         graph = self.graphs[key]
-        if isinstance(graph, str):
-            return None
-        self.replays += 1
-        return graph(chunks, ids, filters)
+        self.replays += not isinstance(graph, str)
+        return None if isinstance(graph, str) else graph
 
     def capture(self, B, W, sampled):
+        """-> Graph, or in words why there is none."""
+        self.captures += 1
         try:
             return Graph(self.model, self.pool, B, W, sampled, self.memory)
         except NotCapturable as e:
             return str(e)
-        except RuntimeError as e:  # a function of `kernels.use` that waits for the GPU, as a print does
-            generator = torch.cuda.default_generators[self.pool.slabs.device.index or 0]
+        except RuntimeError as e:
+            reason = self.end_capture(e)
+        if "out of memory" in reason:
+            torch.cuda.empty_cache()
+            return f"no memory to capture {B} sequences with tables of {W} pages"
+        return reason
+
+    def end_capture(self, error):
+        """Leaves no capture behind -> the error in a line. Raises it, unless memory is short or it is a user's doing: a
+        function of `kernels.use` that waits for the GPU, as a print does, cannot be captured."""
+        index = self.pool.device.index or 0
+        for generator in torch.cuda.default_generators[index : index + 1]:
             generator.graphsafe_set_state(generator.clone_state())  # or PyTorch takes it to be capturing still
-            if any(callable(choice) for layer in kernels.current() for _, choice in layer):
-                return f"{e}".splitlines()[0]
-            raise
+        if "out of memory" not in str(error) and not any(
+            callable(choice) for layer in kernels.current() for _, choice in layer
+        ):
+            raise error
+        return str(error).splitlines()[0]
 
     @property
     def stats(self):
@@ -154,3 +135,62 @@ class Runner:
         captured = sum(isinstance(graph, Graph) for graph in self.graphs.values())
         off = "; ".join(sorted(reasons)) or self.eager
         return {"graphs": captured, "graph_replays": self.replays, "graphs_off": off}
+
+
+def bucket(n):
+    """The number of sequences that a graph for n is captured with: 1, 2, 4, 8, then multiples of 8."""
+    return 1 << (n - 1).bit_length() if n <= 8 else -(-n // 8) * 8
+
+
+class NotCapturable(RuntimeError):
+    pass
+
+
+class Graph:
+    """One captured decode step of B sequences with tables of W pages. Its logits are gone once the tokens are chosen:
+    graphs share the memory of what they compute on the way.
+    """
+
+    def __init__(self, model, pool, B, W, sampled, memory):
+        self.model, self.feed, self.copied = model, Feed(pool, B, B, W, B), torch.cuda.Event()
+        self.inputs = torch.empty_like(self.feed.host, device=pool.device)
+        self.write([], [], [])
+        x, longest = self.feed.views(self.inputs), W * pool.page_size
+        batch = Batch.fed(pool, x, [1] * B, [longest - 1] * B, [False] * B)
+
+        def run():
+            hidden = model.hidden(x["ids"], batch)
+            return hidden, *sample(model.logits(hidden), x["filters"] if sampled else None)
+
+        counts = kernels.counts.copy()
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # compiles kernels and creates handles; with no pages it writes nothing
+                run()
+            torch.cuda.current_stream().wait_stream(side)
+            self.calls = kernels.counts - counts
+            slow = [op for op in SYNC_FREE if self.calls[op, "torch"]]
+            if slow:
+                raise NotCapturable(f"{', '.join(slow)} ran in PyTorch, where shapes depend on data")
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=memory):
+                self.hidden, self.tokens, self.finite = run()
+        finally:  # none of these calls answered anyone
+            kernels.counts.clear()
+            kernels.counts.update(counts)
+
+    def write(self, chunks, ids, filters):
+        self.copied.synchronize()  # the host buffer may still be read
+        self.feed.fill(chunks, ids, filters)
+        self.inputs.copy_(self.feed.host, non_blocking=True)
+        self.copied.record()
+
+    def __call__(self, step):
+        """As Runner.forward; the logits are computed again where they are asked for."""
+        self.write(step.chunks, step.ids, step.filters)
+        self.graph.replay()
+        kernels.counts.update(self.calls)
+        n = len(step.chunks)
+        logits = self.model.logits(self.hidden)[:n] if any(k is not None for k in step.logprobs) else None
+        return self.hidden[:n].clone(), logits, self.tokens[:n], self.finite[:n]

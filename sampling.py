@@ -69,6 +69,16 @@ def uniform(seed, position):
     return (((z ^ (z >> 31)) >> 12) + 0.5) / (1 << 52)
 
 
+FILTERS = ("temperature", "top_k", "top_p", "min_p", "u")  # what a choice depends on beside the logits
+CLOSE = 1e-6  # how far a sum of probabilities may be off: what float32 logits of usual size are worth
+
+
+def filter_row(params, seed, position, vocab_size):
+    """FILTERS of one request as numbers, for the token at `position` of its answer."""
+    u = uniform(seed, position) if params.temperature else 0.5
+    return params.temperature, min(params.top_k or vocab_size, vocab_size), params.top_p, params.min_p, u
+
+
 def distribution(logits, temperature, top_k, top_p, min_p):
     """The filtered distribution of each row, likeliest token first.
 
@@ -82,21 +92,14 @@ def distribution(logits, temperature, top_k, top_p, min_p):
     probs = probs.masked_fill(rank >= top_k[:, None], 0)
     probs = probs / probs.sum(-1, keepdim=True)
     before = probs.cumsum(-1) - probs  # the mass of the likelier tokens; the likeliest is always kept
-    probs = probs.masked_fill((before >= top_p[:, None]) & (rank > 0), 0)
+    enough = torch.where(top_p < 1, top_p - CLOSE, torch.inf)  # at an exact boundary the sum is there, but for rounding
+    probs = probs.masked_fill((before >= enough[:, None]) & (rank > 0), 0)
     probs = probs.masked_fill(probs < min_p[:, None] * probs[:, :1], 0)
     return probs / probs.sum(-1, keepdim=True), ids
 
 
-FILTERS = ("temperature", "top_k", "top_p", "min_p", "u")  # what a draw depends on; u: `uniform`
-
-
-def filters(params, u, vocab_size):
-    """FILTERS of one request, as numbers."""
-    return params.temperature, min(params.top_k or vocab_size, vocab_size), params.top_p, params.min_p, u
-
-
-def draw(logits, filters=None):
-    """logits [R, V] float32; filters: FILTERS -> tensor [R] float64, or None: all greedy -> ids [R] int64, finite [R].
+def sample(logits, filters=None):
+    """logits [R, V] float32; filters [5, R] float64: FILTERS, or None: all greedy -> ids [R] int64, finite [R] bool.
 
     temperature 0 takes the likeliest. A row that is not finite gives some id, and False.
     """
@@ -106,7 +109,7 @@ def draw(logits, filters=None):
     likeliest = logits.argmax(-1)
     if filters is None:
         return likeliest, finite
-    temperature, *others, u = (filters[name] for name in FILTERS)
+    temperature, *others, u = filters
     greedy = temperature == 0
     probs, ids = distribution(logits, temperature.masked_fill(greedy, 1), *others)
     last = (probs > 0).sum(-1, keepdim=True) - 1  # rounding must not step past the kept tokens
@@ -114,19 +117,10 @@ def draw(logits, filters=None):
     return torch.where(greedy, likeliest, ids.gather(-1, at)[:, 0]), finite
 
 
-def sample(logits, params, draws):
-    """logits [R, V] float32; R SamplingParams; R draws of `uniform` -> ids [R] int64, finite [R] bool, as `draw`."""
-    ids, finite = draw(logits)
-    rows = [i for i, p in enumerate(params) if p.temperature > 0]  # only these are sorted
-    if rows:
-        columns = zip(*(filters(params[i], draws[i], logits.shape[-1]) for i in rows))
-        tensors = torch.tensor(list(columns), dtype=torch.float64, device=logits.device)
-        ids[rows] = draw(logits[rows], dict(zip(FILTERS, tensors)))[0]
-    return ids, finite
-
-
 def logprobs(logits, chosen, count):
-    """logits [V] -> {id: log-probability} of the chosen token, then of the `count` likeliest; unfiltered."""
+    """logits [R, V], chosen ids [R] -> log-probabilities [R, 1 + count] float64, unfiltered, and their ids: of the
+    chosen token, then of the likeliest."""
     logp = logits.double().log_softmax(-1)
-    best = logp.topk(min(count, logp.shape[-1])).indices.tolist()
-    return {i: logp[i].item() for i in dict.fromkeys([chosen, *best])}
+    best = logp.topk(min(count, logp.shape[-1]))
+    ids = torch.cat([chosen[:, None], best.indices], dim=-1)
+    return torch.cat([logp.gather(-1, chosen[:, None]), best.values], dim=-1), ids

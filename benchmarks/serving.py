@@ -15,9 +15,10 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.report import print_table
-from cache import FP8, PagePool, PrefixCache
+from cache import FP8, PagePool
 from engine import Engine, SamplingParams
 from model import K3, K3Config
+from prefix import PrefixCache
 from tokenizer import CONTROL_SLOTS
 
 # ---------------------------------------------------------------- agent: the trace
@@ -316,8 +317,11 @@ def host(args):
     pool = PagePool(stub.cfg, 0, torch.bfloat16, "meta", FP8)
     snapshots = 3 + tokens // engine.snapshots.every  # of a request, with its state and a page to copy
     pages = (count + 1) * (pool.pages_for(tokens + 3 * steps) + pool.groups * snapshots)
-    engine.pool = pool = PagePool(stub.cfg, pages, torch.bfloat16, "meta", FP8)
-    engine.cache = PrefixCache(pool)
+    pool = PagePool(stub.cfg, pages, torch.bfloat16, "meta", FP8)
+    pool.device = torch.device("cpu")  # where the stub works
+    cache = PrefixCache(pool)
+    for part in (engine, engine.scheduler, engine.runner):
+        part.pool, part.cache = pool, cache
     rng, rows = np.random.default_rng(args.seed), []
 
     def row(name, value, unit, target=None):

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from benchmarks.report import print_table
 from benchmarks.timing import events_ms
-from cache import Chunk, PagePool
+from cache import GREEDY, Chunk, PagePool, Step
 from engine import TINY
 from model import K3, K3Config
 from moe import MoE
@@ -19,7 +19,6 @@ from tokenizer import Tokenizer
 
 CONTEXTS, BATCHES = (1024, 16384, 131072), (1, 2, 4, 8, 16, 32, 64)
 MIXED = 512  # prompt tokens in a mixed step
-GREEDY = (0.0, 1, 1.0, 0.0, 0.5)  # sampling.FILTERS
 REST = ("experts_hit", "with_host_ms", "GB", "of_copy", "target")
 TEXT = "Once upon a time there was a king who had twelve daughters, and each was more beautiful than the other. "
 
@@ -159,12 +158,13 @@ def step(args):
     for choice, context, batch in tqdm([case for case in cases if need(case[2], case[1]) <= pages], leave=False):
         if choice != "even":
             skew(model, concentration, args.seed)
-        chunks, ids = chunks_at(pool, context, [1] * batch), torch.randint(cfg.vocab_size, (batch,)).numpy()
-        found = experts_hit(model, partial(runner.run, chunks, ids))
-        call = partial(runner.decode, chunks, ids, [GREEDY] * batch)
-        if call() is None:
+        ids = torch.randint(cfg.vocab_size, (batch,)).numpy()
+        decode = Step.decode(chunks_at(pool, context, [1] * batch), ids, [GREEDY] * batch)
+        found = experts_hit(model, partial(runner.forward, decode))
+        graph = runner.graph(decode)
+        if graph is None:
             raise ValueError(f"the step could not be captured: {runner.stats['graphs_off']}")
-        (graph,) = runner.graphs.values()
+        call = partial(graph, decode)
         ms, nbytes = events_ms(graph.graph.replay), step_bytes(model, batch, context, found)
         row = {"step": f"decode, experts {choice}", "batch": batch, "context": context, "experts_hit": found, "ms": ms}
         row |= {"with_host_ms": events_ms(call), "GB": nbytes / 1e9, "of_copy": nbytes / bandwidth / ms * 1e3}
@@ -174,12 +174,12 @@ def step(args):
     for batch in (0, *batches):
         chunks = chunks_at(pool, contexts[0], [1] * batch + [MIXED])
         ids = torch.randint(cfg.vocab_size, (batch + MIXED,)).numpy()
+        mixed = Step(chunks, ids, [*range(batch)], [GREEDY] * batch, [None] * batch)
         row = {"step": f"{MIXED} prompt tokens too", "batch": batch, "context": contexts[0]}
-        rows.append(row | {"ms": events_ms(partial(runner.run, chunks, ids)), **dict.fromkeys(REST)})
+        rows.append(row | {"ms": events_ms(partial(runner.forward, mixed)), **dict.fromkeys(REST)})
     print_table(rows, ["step", "batch", "context", "experts_hit", "ms", "with_host_ms", "GB", "of_copy", "target"])
     chunks, ids = chunks_at(pool, contexts[0], [1] * batches[0]), np.zeros(batches[0], dtype=np.int64)
-    runner.decode(chunks, ids, [GREEDY] * batches[0])
-    (graph,) = runner.graphs.values()
+    graph = runner.graph(Step.decode(chunks, ids, [GREEDY] * batches[0]))
     names = launches(graph.graph.replay)
     copies = sum(n for name, n in names.items() if "copy" in name.lower() or "memcpy" in name.lower())
     total, layers = sum(names.values()), cfg.num_hidden_layers

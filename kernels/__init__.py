@@ -26,6 +26,7 @@ FILES = ("attnres", "dense", "kda", "kda_fla", "kda_step", "mla", "mla_prefill",
 PREFERENCE = ("gluon", "triton", "splitk", "cublas", "cudnn")  # on a GPU auto tries them in order; others run by name
 ANYWHERE = ("auto", "torch", "c")  # what needs no GPU
 counts = Counter()  # (op, backend) -> calls
+_events = Counter()
 _ops = {}  # op -> {backend: (function, why_not, slower)}
 _stack = []  # what `use` has put on: op, or "*" for all -> backend or function
 _memo = {}  # what that, and the environment when it was put on, mean for an op
@@ -109,6 +110,23 @@ def load():
     if importlib.util.find_spec("triton") is not None:
         for file in ("interpreter", *FILES) if interpreted() else FILES:
             importlib.import_module(f"kernels.{file}")
+        _listen(importlib.import_module("triton").knobs.compilation)
+
+
+def compilations():
+    """How many kernels Triton has compiled, or loaded from its cache, in this process."""
+    return _events["compiled"]
+
+
+def _listen(knobs):
+    """Counts what Triton compiles, beside whoever else listens."""
+    usual = knobs.listener
+
+    def listener(**news):
+        _events["compiled"] += 1
+        return usual and usual(**news)
+
+    knobs.listener = listener
 
 
 def refuse(why, *names):

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import bench
 from benchmarks import ops, serving, step, timing
-from cache import PagePool, PrefixCache
+from cache import PagePool
 from engine import Engine
+from prefix import PrefixCache
 
 ids = st.lists(st.integers(0, 2), max_size=12)
 array = lambda x: np.array(x, dtype=np.int32)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cache import Batch, Chunk, PagePool
 from engine import Engine
-from sampling import FILTERS, SamplingParams, draw, sample, uniform
+from sampling import SamplingParams, filter_row, sample
 from tokenizer import TextStream, Tokenizer
 
 torch.set_num_threads(1)  # the matrices are tiny: more threads would wait for one another
@@ -745,7 +745,8 @@ def test_a_seed_decides_alone_in_company_and_in_chunks():
     assert answers[0] == answers[1] == answers[2]
     with torch.inference_mode():
         rows = case("micro")[0](torch.tensor([ids + answers[0]]))[0, 29:-1]
-    assert answers[0] == sample(rows, [SAMPLED] * 12, [uniform(42, i) for i in range(12)])[0].tolist()
+    filters = torch.tensor([filter_row(SAMPLED, 42, i, 257) for i in range(12)], dtype=torch.float64).T
+    assert answers[0] == sample(rows, filters)[0].tolist()
     assert answers[0] != rows.argmax(-1).tolist()
 
 
@@ -808,8 +809,8 @@ def test_stats_count_what_ran():
         (torch.tensor([], dtype=torch.long), greedy(5), "empty"),
         ([5, -1], greedy(5), "-1 is outside the vocabulary of 257"),
         ([257, 5], greedy(5), "257 is outside the vocabulary of 257"),
-        ([1] * 700, greedy(5), "700 prompt tokens and max_tokens 5 need 8 pages of 128 tokens, and the pool has 6"),
-        ([1] * 500, greedy(14), "need 7 pages .* pool has 6"),
+        ([1] * 700, greedy(5), "700 tokens, which need 8 pages of 128 tokens, and the pool has 6"),
+        ([1] * 513, greedy(1), "need 7 pages .* pool has 6"),
         ([1] * 4097, greedy(5), "4097 tokens; the model reads at most 4096"),
         ("text", greedy(5), "no tokenizer"),
         ([5], greedy(5, stop="x"), "stop strings need a tokenizer"),
@@ -892,7 +893,7 @@ def test_only_mla_layers_with_a_small_page():
 
 @pytest.mark.parametrize("pages", [24, 25, 26])
 def test_a_step_of_the_graph_answers_those_it_ran(pages):
-    """`Runner.decode` replaced by what a graph returns. A request whose whole prompt is cached may be put back in the
+    """`Runner.graph` replaced by what a graph returns. A request whose whole prompt is cached may be put back in the
     very step in which it would have got its first token: nobody may get another's.
     """
     model = case("micro")[0]
@@ -901,21 +902,18 @@ def test_a_step_of_the_graph_answers_those_it_ran(pages):
     want = Engine(model, num_pages=60, prefix_cache=False).generate([*texts, cached], greedy(14))
     eng, replays = Engine(model, num_pages=pages, max_batch=10, prefill_chunk=4096), []
 
-    def decode(chunks, ids, filters):
-        replays.append(len(chunks))
-        hidden = eng.runner.run(chunks, ids)
-        logits = model.logits(hidden)
-        columns = torch.tensor(list(zip(*filters)), dtype=torch.float64)
-        return hidden, logits, *draw(logits, dict(zip(FILTERS, columns)))
+    def replay(step):
+        replays.append(len(step.chunks))
+        return eng.runner.forward(step)
 
-    eng.runner.decode = decode
-    outs = [eng._enqueue(text, greedy(14)) for text in texts]
+    eng.runner.graph = lambda step: replay
+    outs = [eng._enqueue(np.array(text), greedy(14)) for text in texts]
     for _ in range(6):
         eng.step()
-    eng._enqueue(cached, greedy(1))
+    eng._enqueue(np.array(cached), greedy(1))
     while eng.running[0].computed < 128:
         eng.step()
-    outs.append(eng._enqueue(cached, greedy(14)))  # in the step in which six requests need another page
+    outs.append(eng._enqueue(np.array(cached), greedy(14)))  # in the step in which six requests need another page
     while eng.running or eng.waiting:
         eng.step()
     assert [o.token_ids for o in outs] == [o.token_ids for o in want]

@@ -8,7 +8,8 @@ import torch
 from helpers import CASES, DATA, case, rel
 
 import kernels as registry
-from cache import Chunk, PagePool
+from cache import GREEDY as LIKELIEST
+from cache import Chunk, PagePool, Step
 from engine import TINY, Engine, SamplingParams, Snapshots
 from model import K3, K3Config
 from runner import Runner
@@ -61,7 +62,7 @@ def test_a_nan_stays_home():
     texts = [np.random.default_rng(i).integers(3, 257, 90).tolist() for i in range(3)]
     want = [o.token_ids for o in Engine(model, num_pages=60).generate(texts, GREEDY)]
     engine = Engine(model, num_pages=60)
-    outs = [engine._enqueue(t, GREEDY) for t in texts]
+    outs = [engine._enqueue(np.array(t), GREEDY) for t in texts]
     for _ in range(4):
         engine.step()
     engine.pool.state(0)[0][int(engine.running[1].state[0])] = float("nan")
@@ -165,14 +166,15 @@ def test_a_replay_follows_its_page_ids():
     runner = Runner(model, pool, True)
     pages = torch.randperm(60)[:40].numpy().reshape(5, 8)
     chunks = [Chunk(1, 130 + 7 * i, p[:2], p[2 : 2 + pool.groups], p[2 : 2 + pool.groups]) for i, p in enumerate(pages)]
-    ids, greedy = np.array([5, 9, 300, 301, 77]), [(0.0, 1, 1.0, 0.0, 0.5)] * 5
+    ids = np.array([5, 9, 300, 301, 77])
     start, results = pool.slabs.clone(), []
     for order in ([0, 1, 2, 3, 4], [3, 1, 4, 0, 2]):
         pool.slabs.copy_(start)
         with torch.inference_mode():
-            _, logits, tokens, _ = runner.decode([chunks[i] for i in order], ids[order], greedy)
+            step = Step.decode([chunks[i] for i in order], ids[order], [LIKELIEST] * 5)
+            hidden, _, tokens, _ = runner.graph(step)(step)
         back = np.argsort(order)
-        results.append((logits[back].clone(), tokens[back].clone(), pool.slabs.clone()))
+        results.append((hidden[back].clone(), tokens[back].clone(), pool.slabs.clone()))
     assert all(torch.equal(a, b) for a, b in zip(*results))
     assert len({tuple(row.tolist()) for row in results[0][0][:, :8]}) == 5, "everyone has a state of their own"
     written = sorted({p for c in chunks for p in [*c.dst.tolist(), int(c.pages[c.past // pool.page_size])]})

@@ -11,7 +11,8 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from sampling import SamplingParams, distribution, logprobs, sample, uniform
+import sampling
+from sampling import SamplingParams, distribution, logprobs, uniform
 
 INF, NAN = float("inf"), float("nan")
 LOGITS = [1.0, 3.0, 2.0, 3.0, -1.0, 0.5, 2.5, -4.0]
@@ -37,6 +38,12 @@ def ours(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     probs, ids = distribution(torch.tensor([logits]), *(torch.tensor([f], dtype=torch.float64) for f in filters))
     assert abs(probs.sum().item() - 1) < 1e-12
     return [(i, p) for i, p in zip(ids[0].tolist(), probs[0].tolist()) if p > 0], ids[0].tolist()
+
+
+def sample(logits, params, draws):
+    """`sampling.sample` with filters as the engine makes them, but for the draws."""
+    rows = [(*sampling.filter_row(p, 0, 0, logits.shape[-1])[:4], u) for p, u in zip(params, draws)]
+    return sampling.sample(logits, torch.tensor(rows, dtype=torch.float64).T)
 
 
 def chi_square(counts, expected):
@@ -86,6 +93,14 @@ def test_distribution_is_what_the_words_say(logits, **filters):
 def test_ties(filters, kept):
     logits = [-100.0, 2, 2, -100, -100, 2, 2]
     assert [i for i, p in ours(logits, **filters)[0] if p > 1e-30] == kept
+
+
+@pytest.mark.parametrize("n", [3, 7, 10, 16, 30, 39])
+def test_top_p_at_an_exact_boundary(n):
+    """j of n equal tokens make up j/n: no more are needed, however the sum was rounded."""
+    for j in range(1, n):
+        assert len(ours([1.7] * n, top_p=j / n)[0]) == j
+    assert len(ours([1.7] * n + [-60.0], top_p=1.0)[0]) == n + 1, "1 keeps everything"
 
 
 def test_rows_have_their_own_filters():
@@ -194,10 +209,9 @@ def test_logprobs(count):
     logits = [1.0, 3.0, 2.0, 4.5, -1.0, 0.5, 2.5, -4.0]
     total = math.log(math.fsum(map(math.exp, logits)))
     likeliest = sorted(range(8), key=lambda i: -logits[i])[:count]
-    for chosen in range(8):
-        got = logprobs(torch.tensor(logits), chosen, count)
-        assert list(got) == [chosen, *(i for i in likeliest if i != chosen)]
-        assert list(got.values()) == pytest.approx([logits[i] - total for i in got], abs=1e-12)
+    values, ids = logprobs(torch.tensor(logits).expand(8, -1), torch.arange(8), count)
+    assert ids.tolist() == [[chosen, *likeliest] for chosen in range(8)]
+    assert values.flatten().tolist() == pytest.approx([logits[i] - total for i in ids.flatten()], abs=1e-12)
 
 
 # ---------------------------------------------------------------- parameters
