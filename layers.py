@@ -1,5 +1,7 @@
 """What all layers share: Linear, RMSNorm, and the precision of what is kept wide in a narrow model."""
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -24,7 +26,8 @@ def join(parts):
 
 def no_autocast(x):
     """A context in which matrix products keep the dtype of their inputs (training runs under bf16 autocast)."""
-    return torch.autocast(x.device.type, enabled=False)
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 class Linear(nn.Linear):
