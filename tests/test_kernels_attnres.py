@@ -3,17 +3,7 @@
 import pytest
 import torch
 from helpers import case
-from kernel_helpers import (
-    DEVICE,
-    INTERPRETED,
-    compile_for_all,
-    compile_overlapped,
-    compiled_only,
-    interpreted,
-    on_gpu,
-    rel,
-    run_interpreted,
-)
+from kernel_helpers import DEVICE, compile_for_all, compile_overlapped, compiles, interpreted, on_gpu, rel
 
 import kernels
 from attnres import attnres_norm
@@ -66,11 +56,6 @@ def tokens_cut(request, monkeypatch):
     from kernels import attnres
 
     monkeypatch.setattr(attnres, "SLICED", request.param)
-
-
-def test_in_the_interpreter():
-    if not INTERPRETED:
-        run_interpreted(__file__)
 
 
 @interpreted
@@ -181,7 +166,7 @@ SIGNATURE = {name: "*bf16" for name in ("s", "y", "mix_norm", "mix_proj", "norm"
 SIGNATURE |= {"s_stride": "i32", "H": "i32", "mix_eps": "fp32", "norm_eps": "fp32"}
 
 
-@compiled_only
+@compiles
 @pytest.mark.parametrize("missing", [(), ("y",), ("norm",), ("blocks", "mix_norm", "mix_proj", "mix_eps")], ids=str)
 def test_compiles(missing):
     from kernels.attnres import _residual_kernel
@@ -193,7 +178,7 @@ def test_compiles(missing):
     compile_for_all(_residual_kernel, signature, constants, num_warps=8)
 
 
-@compiled_only
+@compiles
 @pytest.mark.parametrize("name", ["_sums_kernel", "_mix_kernel", "_norm_kernel"])
 def test_slices_compile(name):
     from kernels import attnres

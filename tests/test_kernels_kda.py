@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from kernel_helpers import (
-    DEVICE,
-    compile_for_all,
-    compiled_only,
-    interpreted,
-    on_gpu,
-    rel,
-    run_interpreted,
-)
+from kernel_helpers import DEVICE, compile_for_all, compiles, interpreted, on_gpu, rel
 
 import kernels
 from cache import Part
@@ -96,11 +88,6 @@ def check(*args, limit=None, **kwargs):
     assert ((o.double() - want).norm(dim=1) < 10 * limit * want.norm(dim=1) + 3 * limit).all()
     assert torch.equal(conv[dst].double(), want_conv[dst]), "conv windows are copies"
     assert all(torch.equal(x.nan_to_num(7), y[untouched].nan_to_num(7)) for x, y in zip(before, (S, conv)))
-
-
-@compiled_only
-def test_in_the_interpreter():
-    run_interpreted(__file__)
 
 
 @interpreted
@@ -194,7 +181,7 @@ def compile_kernel(kernel, dtype, launch, **constants):
     return compile_for_all(kernel, signature, constants, **options)
 
 
-@compiled_only
+@compiles
 def test_compiles_for_bfloat16():
     built = compile_kernel(triton_kda._prepare_kernel, "bf16", triton_kda.PREPARE, GATE="bounded", PRECISION="ieee")
     assert "wgmma" in built["sm_90"].asm["ptx"]
@@ -205,7 +192,7 @@ def test_compiles_for_bfloat16():
     compile_kernel(triton_kda._scan_kernel, "bf16", triton_kda.SCAN_GROUPS, MODE="maps", PRECISION="ieee")
 
 
-@compiled_only
+@compiles
 def test_compiles_for_float32():
     compile_kernel(
         triton_kda._prepare_kernel, "fp32", triton_kda.PREPARE_WIDE, GATE="free", PRECISION="bf16x6", D=32, HEADS=4

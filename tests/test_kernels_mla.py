@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_helpers import DEVICE, compile_for_all, compiled_only, interpreted, on_gpu, rel, run_interpreted
+from kernel_helpers import DEVICE, compile_for_all, compiles, interpreted, on_gpu, rel
 
 import kernels
 from cache import FP8
@@ -329,7 +329,7 @@ def compile_for(target, kernel, signature, constants, num_warps, num_stages):
     return triton.compile(source, target=gpu, options={"num_warps": num_warps, "num_stages": num_stages})
 
 
-@compiled_only
+@compiles
 @pytest.mark.parametrize("target, memory", [("sm_90", 232448), ("gfx950", 160 * 1024)])
 @pytest.mark.parametrize("rows, latents", [(96, "bf16"), (96, "fp8e4nv"), (12, "bf16"), (12, "fp32")])
 def test_decode_compiles(rows, latents, target, memory, monkeypatch):
@@ -348,7 +348,7 @@ def test_decode_compiles(rows, latents, target, memory, monkeypatch):
         assert "wgmma" in built.asm["ptx"]
 
 
-@compiled_only
+@compiles
 @pytest.mark.parametrize("ids", ["*i32", "*i64"])
 def test_decode_on_hopper_compiles(ids):
     from triton.backends.compiler import GPUTarget
@@ -367,14 +367,9 @@ def test_decode_on_hopper_compiles(ids):
     assert "wgmma" in built.asm["ptx"] and "cp.async.bulk.tensor" in built.asm["ptx"]
 
 
-@compiled_only
+@compiles
 def test_the_others_compile():
     merge = dict(parts="*fp32", parts_lse="*fp32", o="*bf16", lse="*fp32", splits="i32")
     compile_for_all(triton_mla._merge_kernel, merge, dict(RANK=512, SPLITS=64, BLOCK_R=32), num_warps=1)
     write = dict(kv="*bf16", norm="*bf16", stored="*fp8e4nv", slots="*i64", scale="*bf16", eps="fp32", kv_stride="i32")
     compile_for_all(triton_mla._write_kernel, write, dict(RANK=512, PE=64, R=512, E=64, FP8=True))
-
-
-@compiled_only
-def test_in_the_interpreter():
-    run_interpreted(__file__)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import mxfp4_decode, tiny_config
-from kernel_helpers import DEVICE, compile_for_all, compiled_only, interpreted, on_gpu, rel, run_interpreted
+from kernel_helpers import DEVICE, compile_for_all, compiles, interpreted, on_gpu, rel
 from test_moe import by_token
 
 import kernels
@@ -47,11 +47,6 @@ def inputs(N, E, k, L, how, dtype):
 
 def reference(z, ids, weights, experts, cfg):
     return by_token(z.cpu(), ids.cpu(), weights.cpu().double(), **values(experts), cfg=cfg)
-
-
-@compiled_only
-def test_interpreter():
-    run_interpreted(__file__)
 
 
 CASES = [  # N, E, k, L, inner, routing, act
@@ -208,7 +203,7 @@ def test_refuses_what_it_cannot_do():
         routed_experts(args[0].double(), *args[1:], random_experts(5, 64, 32), cfg)
 
 
-@compiled_only
+@compiles
 @pytest.mark.parametrize("act, fp8, rows", [(True, False, 1024), (False, True, 1024), (True, True, 131072)])
 def test_compiles(act, fp8, rows):
     """The sizes of K3; on Hopper the products are wgmma with weights from registers."""
