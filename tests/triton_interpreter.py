@@ -1,11 +1,13 @@
-"""Import it before kernels run in Triton's interpreter: mends four things there, and changes nothing elsewhere.
+"""Import it before kernels run in Triton's interpreter: mends five things there, and changes nothing elsewhere.
 
 Loop bounds that were loaded (an array of one is no integer in NumPy 2.4); products of bfloat16, which it takes for
 integers; conversions between floats, which it truncates, or rounds without carrying into the exponent (3.6);
-comparisons, whose result keeps the type of what was compared (3.9).
+comparisons, whose result keeps the type of what was compared (3.9); and its time: it patches Triton's language anew for
+every function that a kernel calls, which took longer than the kernel.
 """
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -49,3 +51,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.cast_impl = cast
     interpreter.InterpreterBuilder.create_dot = dot
+
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
