@@ -56,8 +56,8 @@ def reference(z, ids, weights, experts, cfg):
 
 
 CASES = [  # N, E, k, L, inner, routing, act
-    (1, 5, 2, 64, 96, "random", "situ"),
-    (3, 8, 3, 64, 32, "random", "silu"),
+    (1, 5, 2, 64, 160, "random", "situ"),
+    (3, 8, 3, 160, 32, "random", "silu"),
     (17, 6, 2, 64, 96, "one", "situ"),
     (40, 4, 2, 64, 32, "random", "situ"),
 ]

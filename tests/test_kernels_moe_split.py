@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 
 @interpreted
 @pytest.mark.parametrize("mean", MEANS)
-@pytest.mark.parametrize("N, E, k, L, inner, how, act", [*CASES, (40, 5, 2, 256, 128, "one", "situ")])
+@pytest.mark.parametrize("N, E, k, L, inner, how, act", [*CASES, (27, 3, 2, 256, 128, "one", "situ")])
 def test_as_exact_as_bfloat16(N, E, k, L, inner, how, act, mean):
     """The experts' outputs are rounded to bf16, as PyTorch rounds them; the products add nothing to see."""
     torch.manual_seed(N)
