@@ -60,7 +60,7 @@ def tokens_cut(request, monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("J", range(1, 10))
+@pytest.mark.parametrize("J", [1, 2, 4, 5, 8, 9, *(pytest.param(j, marks=pytest.mark.slow) for j in (3, 6, 7))])
 def test_candidates(J, dtype, tokens_cut):
     terms, blocks, mix, (weight, eps) = random_step(J, 2, 100, dtype)
     check_step(terms, blocks, mix, (weight, eps))
@@ -102,9 +102,9 @@ def test_what_it_refuses():
 
 @interpreted
 def test_a_nan_stays_in_its_token(tokens_cut):
+    _, clean = step(*random_step(3, 3, 48, torch.float32))
     for at in ("s", "y", 0, 1):
         (s, y), blocks, mix, norm = random_step(3, 3, 48, torch.float32)
-        _, clean = step((s, y), blocks, mix, norm)
         {"s": s, "y": y, 0: blocks[0], 1: blocks[1]}[at][1, 7] = torch.nan
         _, x = step((s, y), blocks, mix, norm)
         assert x[1].isnan().all() and torch.equal(x[::2], clean[::2])
@@ -148,15 +148,15 @@ def test_rms_norm(D, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["micro-mtp", "kimi-linear-micro"])
-def test_the_whole_model(name):
+@pytest.mark.parametrize("name, linear", [("micro-mtp", "torch"), ("kimi-linear-micro", "splitk")])
+def test_the_whole_model(name, linear):
     """With snapshots at every third layer, and without any."""
     model, reference = case(name)
-    ids, kinds = reference["input_ids"][None, :2], ("attnres", "rms_norm", "linear")
-    before = [kernels.counts[op, "triton" if op != "linear" else "splitk"] for op in kinds]
-    with torch.no_grad(), kernels.use("attnres=triton,rms_norm=triton,linear=splitk"):
+    ids, backends = reference["input_ids"][None, :2], dict(attnres="triton", rms_norm="triton", linear=linear)
+    before = [kernels.counts[chosen] for chosen in backends.items()]
+    with torch.no_grad(), kernels.use(**backends):
         logits, hidden = model(ids, return_hidden=True)
-    after = [kernels.counts[op, "triton" if op != "linear" else "splitk"] for op in kinds]
+    after = [kernels.counts[chosen] for chosen in backends.items()]
     assert all(a > b for a, b in zip(after, before))
     assert rel(hidden[0], reference["hidden_before_final_norm"][:2]) < 1e-5
     assert rel(logits[0], reference["logits"][:2]) < 1e-5
