@@ -3,7 +3,12 @@
 Loop bounds that were loaded (an array of one is no integer in NumPy 2.4); products of bfloat16, which it takes for
 integers; conversions between floats, which it truncates, or rounds without carrying into the exponent (3.6);
 comparisons, whose result keeps the type of what was compared (3.9).
+
+And two that only cost time, together more than half of it: reductions with a function of one's own go element by
+element, and Triton's language is patched anew for every function that a kernel calls.
 """
+
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -44,8 +49,26 @@ if kernels.interpreted():
         result = plain(self, lhs, rhs, op)
         return interpreter.TensorHandle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
 
+    def reduce(self, inputs, plain=interpreter.ReduceOps.generic_reduce):
+        """By halves: sizes are powers of two."""
+        if self.axis is None:
+            return plain(self, inputs)
+        parts = [x.handle.data for x in inputs]
+        while parts[0].shape[self.axis] > 1:
+            halves = zip(*(np.split(x, 2, self.axis) for x in parts))
+            tensors = [self.to_tensor(x, given.dtype) for half in halves for x, given in zip(half, inputs)]
+            result = self.combine_fn.fn(*tensors)
+            parts = [x.handle.data for x in (result if isinstance(result, (tuple, tl.tuple)) else [result])]
+        parts = parts if self.keep_dims else [x.squeeze(self.axis) for x in parts]
+        return [self.to_tensor(x, given.dtype) for x, given in zip(parts, inputs)]
+
     interpreter._patch_lang_tensor = patch_tensor
     interpreter.InterpreterBuilder.binary_op = binary
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.cast_impl = cast
     interpreter.InterpreterBuilder.create_dot = dot
+    interpreter.ReduceOps.generic_reduce = reduce
+
+    # once for all kernels, never undone
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()

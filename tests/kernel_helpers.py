@@ -1,9 +1,6 @@
 """Shared by the kernels' tests: where they run (interpreter, compiler, GPU), and the compile-only check."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,19 +11,10 @@ if INTERPRETED:
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
-# A kernel test runs in the interpreter (default run, in the subprocess that `run_interpreted` starts), or on a GPU.
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the subprocess with TRITON_INTERPRET=1")
+# A kernel's test runs in the interpreter or on a GPU; whether it compiles for a GPU needs none. See conftest.py.
+interpreted = pytest.mark.interpreted
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA GPU here")]
-compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
-
-
-def run_interpreted(file):
-    """Runs the tests of `file` that are marked `interpreted`, in a process whose Triton interprets."""
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(file).parent.parent
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(file)]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+compiles = pytest.mark.compiles
 
 
 def compile_for_all(kernel, signature, constants, num_warps=4, num_stages=2):

@@ -97,12 +97,14 @@ def test_nothing_reuses_more_than_theory_and_a_replay_repeats():
 def test_agent(tmp_path, capsys):
     """A pool that holds everything reuses 98 % of what an unlimited cache could, a quarter with a host tier 80 %."""
     file = tmp_path / "agent.json"
-    assert bench.main(["agent", "--model", str(DATA / "micro"), "--quick", "--device", "cpu", "--json", str(file)]) == 0
+    args = ["--quick", "--conversations", "4", "--turns", "6", "--device", "cpu", "--json", str(file)]
+    assert bench.main(["agent", "--model", str(DATA / "micro"), *args]) == 0
     result, table = json.loads(file.read_text()), capsys.readouterr().out
     assert {"commit", "versions", "command", "rows"} <= result.keys() and str(tmp_path) not in result["command"]
     whole, quarter = (r for r in result["rows"] if r["sweep"] == "pool")
     assert whole["theory"] > 0.85 and whole["of_theory"] >= 0.98 and not whole["evicted"]
     assert quarter["of_theory"] >= 0.8 and quarter["host_pages"] and quarter["pages"] <= whole["pages"] / 4
+    assert quarter["evicted"] and quarter["restored"]
     assert 0 < whole["ttft_p50_ms"] <= whole["ttft_p90_ms"] <= whole["ttft_p99_ms"]
     assert 0 < whole["user_p10_tok_s"] <= whole["user_p50_tok_s"] and whole["total_tok_s"] > 0
     assert "hold everything" in table and f"{whole['of_theory']:.1%}" in table

@@ -116,19 +116,33 @@ FAST = (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sampled_answers_do_not_depend_on_graphs(dtype):
-    params = [SamplingParams(max_tokens=60, temperature=0.8, top_p=0.9, top_k=40, seed=i, logprobs=2) for i in range(5)]
-    params += [SamplingParams(max_tokens=60)]
+SAMPLED = [SamplingParams(max_tokens=60, temperature=0.8, top_p=0.9, top_k=40, seed=i, logprobs=2) for i in range(5)]
+SAMPLED += [SamplingParams(max_tokens=60, logprobs=2)]
+
+
+def test_sampled_answers_do_not_depend_on_graphs():
     answers = []
     for graphs in (True, False):
-        engine = Engine(TINY, dtype=dtype, num_pages=200, graphs=graphs)
-        answers.append([o.token_ids for o in engine.generate((TALES + TALES)[:6], params)])
+        engine = Engine(TINY, dtype=torch.float32, num_pages=200, graphs=graphs)
+        answers.append([o.token_ids for o in engine.generate((TALES + TALES)[:6], SAMPLED)])
         assert bool(engine.stats["graph_replays"]) == graphs
-    if dtype == torch.float32:
-        assert answers[0] == answers[1]
-    else:  # a bucket of 8 takes other tiles than 6 rows do: bf16 may round otherwise, and a draw may flip
-        assert sum(a[:10] == b[:10] for a, b in zip(*answers)) >= 3
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_bfloat16_answers_are_near_float32(graphs):
+    """Log-probabilities against the float32 model on the same text, 0.1 off on average: bfloat16's rounding makes 0.015
+    to 0.033 of that on a CPU. Graphs take other tiles, so draws may flip and the texts differ; each text is checked.
+    """
+    engine, wide = Engine(TINY, num_pages=200, graphs=graphs), on_gpu(TINY)
+    prompts = [engine.tokenizer.encode(text) for text in (TALES + TALES)[:6]]
+    for prompt, out in zip(prompts, engine.generate(prompts, SAMPLED)):
+        with torch.no_grad():
+            logp = wide(torch.tensor([prompt + out.token_ids], device="cuda"))[0].double().log_softmax(-1).cpu()
+        rows = logp[len(prompt) - 1 :]
+        off = [abs(value - float(row[i])) for row, given in zip(rows, out.logprobs) for i, value in given.items()]
+        assert len(out.logprobs) == len(out.token_ids) and np.mean(off) < 0.1, out.rid
+    assert bool(engine.stats["graph_replays"]) == graphs
 
 
 def test_a_choice_made_after_the_capture_is_captured_again():

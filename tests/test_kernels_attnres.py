@@ -3,17 +3,7 @@
 import pytest
 import torch
 from helpers import case
-from kernel_helpers import (
-    DEVICE,
-    INTERPRETED,
-    compile_for_all,
-    compile_overlapped,
-    compiled_only,
-    interpreted,
-    on_gpu,
-    rel,
-    run_interpreted,
-)
+from kernel_helpers import DEVICE, compile_for_all, compile_overlapped, compiles, interpreted, on_gpu, rel
 
 import kernels
 from attnres import attnres_norm
@@ -68,11 +58,6 @@ def tokens_cut(request, monkeypatch):
     monkeypatch.setattr(attnres, "SLICED", request.param)
 
 
-def test_in_the_interpreter():
-    if not INTERPRETED:
-        run_interpreted(__file__)
-
-
 @interpreted
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("J", range(1, 10))
@@ -117,9 +102,9 @@ def test_what_it_refuses():
 
 @interpreted
 def test_a_nan_stays_in_its_token(tokens_cut):
+    _, clean = step(*random_step(3, 3, 48, torch.float32))
     for at in ("s", "y", 0, 1):
         (s, y), blocks, mix, norm = random_step(3, 3, 48, torch.float32)
-        _, clean = step((s, y), blocks, mix, norm)
         {"s": s, "y": y, 0: blocks[0], 1: blocks[1]}[at][1, 7] = torch.nan
         _, x = step((s, y), blocks, mix, norm)
         assert x[1].isnan().all() and torch.equal(x[::2], clean[::2])
@@ -163,15 +148,15 @@ def test_rms_norm(D, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["micro-mtp", "kimi-linear-micro"])
-def test_the_whole_model(name):
+@pytest.mark.parametrize("name, linear", [("micro-mtp", "torch"), ("kimi-linear-micro", "splitk")])
+def test_the_whole_model(name, linear):
     """With snapshots at every third layer, and without any."""
     model, reference = case(name)
-    ids, kinds = reference["input_ids"][None, :2], ("attnres", "rms_norm", "linear")
-    before = [kernels.counts[op, "triton" if op != "linear" else "splitk"] for op in kinds]
-    with torch.no_grad(), kernels.use("attnres=triton,rms_norm=triton,linear=splitk"):
+    ids, backends = reference["input_ids"][None, :2], dict(attnres="triton", rms_norm="triton", linear=linear)
+    before = [kernels.counts[chosen] for chosen in backends.items()]
+    with torch.no_grad(), kernels.use(**backends):
         logits, hidden = model(ids, return_hidden=True)
-    after = [kernels.counts[op, "triton" if op != "linear" else "splitk"] for op in kinds]
+    after = [kernels.counts[chosen] for chosen in backends.items()]
     assert all(a > b for a, b in zip(after, before))
     assert rel(hidden[0], reference["hidden_before_final_norm"][:2]) < 1e-5
     assert rel(logits[0], reference["logits"][:2]) < 1e-5
@@ -181,7 +166,7 @@ SIGNATURE = {name: "*bf16" for name in ("s", "y", "mix_norm", "mix_proj", "norm"
 SIGNATURE |= {"s_stride": "i32", "H": "i32", "mix_eps": "fp32", "norm_eps": "fp32"}
 
 
-@compiled_only
+@compiles
 @pytest.mark.parametrize("missing", [(), ("y",), ("norm",), ("blocks", "mix_norm", "mix_proj", "mix_eps")], ids=str)
 def test_compiles(missing):
     from kernels.attnres import _residual_kernel
@@ -193,7 +178,7 @@ def test_compiles(missing):
     compile_for_all(_residual_kernel, signature, constants, num_warps=8)
 
 
-@compiled_only
+@compiles
 @pytest.mark.parametrize("name", ["_sums_kernel", "_mix_kernel", "_norm_kernel"])
 def test_slices_compile(name):
     from kernels import attnres

@@ -2,16 +2,7 @@
 
 import pytest
 import torch
-from kernel_helpers import (
-    DEVICE,
-    INTERPRETED,
-    compile_for_all,
-    compiled_only,
-    interpreted,
-    on_gpu,
-    rel,
-    run_interpreted,
-)
+from kernel_helpers import DEVICE, compile_for_all, compiles, interpreted, on_gpu, rel
 
 import kernels
 from layers import linear
@@ -41,11 +32,6 @@ def check(x, w, **options):
     want = x.double() @ w.double().T
     assert rel(y, want) < LIMIT[x.dtype]
     return y
-
-
-def test_in_the_interpreter():
-    if not INTERPRETED:
-        run_interpreted(__file__)
 
 
 @interpreted
@@ -117,7 +103,7 @@ VECTOR = dict(BLOCK_OUT=4, BLOCK_IN=1024, STAGES=1)
 MATRIX = dict(BLOCK_OUT=64, BLOCK_IN=128, STAGES=4)
 
 
-@compiled_only
+@compiles
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("even", [True, False])
 def test_compiles(dtype, even):

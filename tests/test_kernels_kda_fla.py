@@ -4,17 +4,12 @@ import sys
 
 import pytest
 import torch
-from kernel_helpers import compiled_only, interpreted, on_gpu, rel, run_interpreted
+from kernel_helpers import interpreted, on_gpu, rel
 from test_kernels_kda import RAGGED, problem, truth
 
 import kernels
 from kda import kda_prefill
 from kernels import kda_fla
-
-
-@compiled_only
-def test_in_the_interpreter():
-    run_interpreted(__file__)
 
 
 @interpreted
@@ -25,7 +20,6 @@ def test_says_why_it_cannot_run():
                 kda_prefill(*problem([5], h=1))
 
 
-@compiled_only
 def test_is_the_recurrence_of_the_pytorch_path(monkeypatch):
     """With FLA's function replaced by the recurrence in float64, nothing differs: arguments and pages are right."""
     modules = {"fla": object(), "fla.ops": object(), "fla.ops.kda": type("Module", (), {"chunk_kda": chunk_kda})}

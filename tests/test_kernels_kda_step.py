@@ -2,16 +2,7 @@
 
 import pytest
 import torch
-from kernel_helpers import (
-    DEVICE,
-    compile_for_all,
-    compile_overlapped,
-    compiled_only,
-    interpreted,
-    on_gpu,
-    rel,
-    run_interpreted,
-)
+from kernel_helpers import DEVICE, compile_for_all, compile_overlapped, compiles, interpreted, on_gpu, rel
 
 import kernels
 from kda import Weights, kda_commit, kda_decode, kda_verify
@@ -99,11 +90,6 @@ def check_decode(backend, case, in_place=False, limits=None):
     S[dst], conv[dst] = case.S[dst], case.conv[dst]  # all that may have changed: put back, every byte is as before
     assert torch.equal(slab, case.slab)
     return errors
-
-
-@compiled_only
-def test_in_the_interpreter():
-    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -260,7 +246,7 @@ def test_what_does_not_fit():
         decode("triton", case.rows, w, *case.pages()[1:], case.src, case.dst, case.past)
 
 
-@compiled_only
+@compiles
 @pytest.mark.parametrize("use, heads", [("decode", 96), ("verify", 96), ("verify", 12), ("commit", 96)])
 def test_compiles(use, heads):
     from kernels import kda_step

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_helpers import DEVICE, compile_for_all, compiled_only, interpreted, on_gpu, rel, run_interpreted
+from kernel_helpers import DEVICE, compile_for_all, compiles, interpreted, on_gpu, rel
 
 import kernels
 from cache import FP8, Part
@@ -81,11 +81,6 @@ def small(monkeypatch):
         monkeypatch.setattr(file, name, value)
 
 
-@compiled_only
-def test_in_the_interpreter():
-    run_interpreted(__file__)
-
-
 @interpreted
 @pytest.mark.parametrize(
     "lengths, past",
@@ -155,7 +150,7 @@ def test_refusals():
     assert "cuDNN" in file.cudnn_why_not(q, W, *rest)
 
 
-@compiled_only
+@compiles
 @pytest.mark.parametrize("dtype, sizes", [("bf16", REAL), ("fp32", TINY)])
 def test_compiles(dtype, sizes):
     N, P, V = (max(16, triton.next_power_of_2(sizes[x])) for x in "npv")

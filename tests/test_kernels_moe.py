@@ -5,16 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import mxfp4_decode, tiny_config
-from kernel_helpers import (
-    DEVICE,
-    INTERPRETED,
-    compile_for_all,
-    compiled_only,
-    interpreted,
-    on_gpu,
-    rel,
-    run_interpreted,
-)
+from kernel_helpers import DEVICE, INTERPRETED, compile_for_all, compiles, interpreted, on_gpu, rel
 
 import kernels
 import kernels.moe as K
@@ -28,12 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, in t
 def here(test):
     """Marks a test that runs in the interpreter, and again on a GPU."""
     return interpreted(test) if not GPU else pytest.mark.gpu(test)
-
-
-@compiled_only
-@pytest.mark.skipif(GPU, reason="the same tests run on the GPU itself")
-def test_in_the_interpreter():
-    run_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -241,7 +226,7 @@ def test_the_layer():
 # ---------------------------------------------------------------- compiled for both vendors, without a GPU
 
 
-@compiled_only
+@compiles
 @pytest.mark.skipif(GPU, reason="compiled by running")
 def test_compiles():
     router = dict(E=896, K=16, GROUPS=1, KEPT=1, SOFTMAX=False, NORMALIZE=True, BLOCK_G=1, BLOCK_S=1024, BLOCK_K=16)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import mxfp4_decode, tiny_config
-from kernel_helpers import DEVICE, compile_for_all, compiled_only, interpreted, on_gpu, rel, run_interpreted
+from kernel_helpers import DEVICE, compile_for_all, compiles, interpreted, on_gpu, rel
 from test_kernels_moe_grouped import CASES, check_in_a_graph, choose, gpu_reference, inputs, random_experts, reference
 
 import kernels
@@ -19,14 +19,9 @@ MEANS = 1, 8, 20  # rows per expert: one for each of the configs
 BF16 = torch.bfloat16
 
 
-@compiled_only
-def test_interpreter():
-    run_interpreted(__file__)
-
-
 @interpreted
 @pytest.mark.parametrize("mean", MEANS)
-@pytest.mark.parametrize("N, E, k, L, inner, how, act", [*CASES, (40, 5, 2, 256, 128, "one", "situ")])
+@pytest.mark.parametrize("N, E, k, L, inner, how, act", [*CASES, (27, 3, 2, 256, 128, "one", "situ")])
 def test_as_exact_as_bfloat16(N, E, k, L, inner, how, act, mean):
     """The experts' outputs are rounded to bf16, as PyTorch rounds them; the products add nothing to see."""
     torch.manual_seed(N)
@@ -152,7 +147,7 @@ def test_refuses_what_it_cannot_do():
         routed_experts(args[0].float(), *args[1:], random_experts(5, 64, 32), cfg)
 
 
-@compiled_only
+@compiles
 @pytest.mark.parametrize("act, mean", [(True, 1), (False, 1), (True, 8), (True, 20)])
 def test_compiles(act, mean):
     """The sizes of K3; on Hopper the products are FP8 wgmma, and the weights go to them from registers."""
