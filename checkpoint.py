@@ -23,6 +23,7 @@ from moe import GROUP, mxfp4_pack, mxfp4_unpack
 INDEX = "model.safetensors.index.json"
 OTHER_TOWERS = ("vision_tower.", "mm_projector.")
 EXPERT = re.compile(r"\.experts\.\d+\.(w1|w2|w3)\.weight$")
+NUMBERED = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 FLOATS = ("BF16", "F16", "F32", "F64")
 
 
@@ -36,10 +37,10 @@ def canonical(name):
 # ---------------------------------------------------------------- reading
 
 
-def open_shards(path):
-    """The folder's safetensors, memory-mapped -> {stored name: open file}. Headers are checked against the index."""
-    path = Path(path)
-    weight_map, single = None, path / "model.safetensors"
+def shard_files(path):
+    """-> the names of the folder's shards, and the index {stored name: its shard}, None where there is none."""
+    single, numbered = path / "model.safetensors", [NUMBERED.fullmatch(f.name) for f in path.glob("*.safetensors")]
+    numbered = {match[0]: (int(match[1]), int(match[2])) for match in numbered if match}
     if (path / INDEX).is_file():
         try:
             weight_map = dict(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"])
@@ -48,34 +49,50 @@ def open_shards(path):
         if not all(isinstance(f, str) for f in weight_map.values()):
             raise ValueError(f"{path / INDEX}: weight_map must give a file name for every tensor")
         files = sorted(set(weight_map.values()))
-    elif single.is_file():
-        files = [single.name]
-    else:
+        absent = [f for f in files if not (path / f).is_file()]
+        if absent:
+            missing = _listing(f"of {len(files)} shards that {INDEX} names are missing", absent)
+            raise FileNotFoundError(f"{path}: {missing}")
+        return files, weight_map
+    if single.is_file() and numbered:
+        raise ValueError(f"{path}: holds {single.name} and {min(numbered)}, and no {INDEX} says which; remove one")
+    if single.is_file():
+        return [single.name], None
+    if not numbered:
         raise FileNotFoundError(f"{path}: neither {INDEX} nor {single.name} is there")
-    absent = [f for f in files if not (path / f).is_file()]
+    numbers, total = {n for n, _ in numbered.values()}, max(total for _, total in numbered.values())
+    if any(t != total or not 0 < n <= t for n, t in numbered.values()):
+        raise ValueError(f"{path}: without {INDEX}, {_listing('shards are not of one model', sorted(numbered))}")
+    absent = [f"model-{n:05d}-of-{total:05d}.safetensors" for n in range(1, total + 1) if n not in numbers]
     if absent:
-        raise FileNotFoundError(
-            f"{path}: {INDEX} names {len(absent)} of {len(files)} shards that are missing: {', '.join(absent[:5])}"
-        )
-    stored, twice = {}, []
+        raise FileNotFoundError(f"{path}: {_listing(f'of {total} shards are missing', absent)}")
+    return sorted(numbered), None
+
+
+def open_shards(path):
+    """The folder's safetensors, memory-mapped -> {stored name: open file}, [stored name or file that the index leaves
+    out]. The index decides: a tensor counts only in the shard that it names for it."""
+    path = Path(path)
+    files, weight_map = shard_files(path)
+    stored, ignored, twice = {}, [], []
     for f in files:
         try:
             handle = safe_open(path / f, framework="pt")
         except (SafetensorError, OSError) as e:
             raise ValueError(f"{path / f}: damaged or incomplete safetensors file ({e}); fetch it again") from None
         for name in handle.keys():
-            twice += [name] if name in stored else []
-            stored[name] = handle
             if weight_map is not None and weight_map.get(name) != f:
-                raise ValueError(
-                    f"{path / f}: holds {name}, which {INDEX} places in {weight_map.get(name, 'no shard')}"
-                )
-    lost = [name for name in weight_map or () if name not in stored]
+                ignored.append(f"{name} in {f}")
+                continue
+            twice += [f"{name} ({f})"] if name in stored else []
+            stored[name] = handle
+    lost = [f"{name} ({f})" for name, f in (weight_map or {}).items() if name not in stored]
     if twice or lost:
-        raise ValueError(
-            f"{path}: {_listing('in two shards', twice, ' ')}{_listing('named by the index but in no shard', lost)}"
-        )
-    return stored
+        faults = _listing("in two shards", twice, " ") + _listing(f"not in the shard that {INDEX} names", lost)
+        raise ValueError(f"{path}: {faults}")
+    if weight_map is not None:
+        ignored += sorted({f.name for f in path.glob("*.safetensors")}.difference(files))
+    return stored, ignored
 
 
 def load(model, path, device="cpu", progress=True):
@@ -84,18 +101,20 @@ def load(model, path, device="cpu", progress=True):
 
     Raises one ValueError that lists all missing, unexpected and misshaped tensors before anything is allocated.
     """
-    stored = open_shards(path)
-    sources, twice = {}, []  # canonical name -> (file, stored name, shape)
-    skipped = 0
+    stored, ignored = open_shards(path)
+    sources, towers, twice = {}, 0, []  # canonical name -> (file, stored name, shape, dtype)
     for name, handle in stored.items():
         if name.startswith(OTHER_TOWERS):
-            skipped += 1
+            towers += 1
             continue
         part = handle.get_slice(name)
         twice += [name] if canonical(name) in sources else []
         sources[canonical(name)] = (handle, name, tuple(part.get_shape()), part.get_dtype())
-    if skipped and progress:
-        tqdm.write(f"{path}: skipped {skipped} tensors of the vision towers", file=sys.stderr)
+    said = [f"skipped {_listing(f'tensors or files that {INDEX} does not name', ignored)}"] if ignored else []
+    said += [f"skipped {towers} tensors of the vision towers"] if towers else []
+    said += settle_mtp(model, sources)
+    for line in said if progress else ():
+        tqdm.write(f"{path}: {line}", file=sys.stderr)
 
     hold_packed(model, sources)
     hold_scales(model, sources)
@@ -114,6 +133,7 @@ def load(model, path, device="cpu", progress=True):
     faults = _listing("missing", missing, "; ") + _listing("unexpected", [s[1] for s in sources.values()], "; ")
     faults += _listing("misshaped", misshaped, "; ") + _listing("present in two spellings", twice, "; ")
     if faults:
+        faults += _listing(f"skipped, as {INDEX} does not name them", ignored)
         raise ValueError(f"{path}: the tensors do not match config.json: {faults.rstrip('; ')}")
 
     model.to_empty(device=device)
@@ -140,6 +160,24 @@ def load(model, path, device="cpu", progress=True):
 
 
 INERT = [f"{mix}_{part}.weight" for mix in ("self_attention_res", "mlp_res") for part in ("norm", "proj")]
+
+
+def settle_mtp(model, sources):
+    """The tensors decide whether there is an MTP layer, where config.json says otherwise -> [what is to be said]."""
+    cfg = model.cfg
+    at = f"model.layers.{cfg.num_hidden_layers}."
+    mine = [name for name in sources if name.startswith(at)]
+    if not model.mtp and any(name.startswith(tuple(at + own for own in MTP_ONLY)) for name in mine):
+        for name in mine:
+            del sources[name]
+        return [f"skipped {len(mine)} tensors of the MTP layer: num_nextn_predict_layers is 0"]
+    if model.mtp and not mine:
+        model.mtp, cfg.num_nextn_predict_layers = None, 0
+        return ["loads without the MTP layer: num_nextn_predict_layers is 1, but there are no tensors of it"]
+    return []
+
+
+MTP_ONLY = ("enorm.", "hnorm.", "eh_proj.", "shared_head.")  # what marks one layer more as the MTP layer
 
 
 def hold_packed(model, sources):
