@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from tqdm import tqdm
 
 from mla import FP8_SCALES, MLA
-from moe import GROUP, mxfp4_pack, mxfp4_unpack
+from moe import GROUP, Experts, mxfp4_pack, mxfp4_unpack
 
 INDEX = "model.safetensors.index.json"
 OTHER_TOWERS = ("vision_tower.", "mm_projector.")
@@ -30,8 +31,39 @@ FLOATS = ("BF16", "F16", "F32", "F64")
 def canonical(name):
     """The spelling that `model.published()` uses, for every spelling that checkpoints use."""
     name = name.removeprefix("language_model.")
-    name = re.sub(r"\b(self_attention_res|mlp_res|output_attn_res)\.(norm|proj)_weight$", r"\1_\2.weight", name)
+    if name.endswith("_weight"):
+        name = re.sub(r"\b(self_attention_res|mlp_res|output_attn_res)\.(norm|proj)_weight$", r"\1_\2.weight", name)
     return name.replace("block_sparse_moe.e_score_correction_bias", "block_sparse_moe.gate.e_score_correction_bias")
+
+
+class Views(Mapping):
+    """Published tensor name -> view. held: {name: view}, and of each MoE layer {"...experts.": Experts}: a view of one
+    of its experts is made when it is asked for."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __getitem__(self, name):
+        if name in self.held:
+            return self.held[name]
+        at = name.rfind("experts.") + len("experts.")
+        return self.held[name[:at]].view(name[at:])
+
+    def __iter__(self):
+        return iter(self.shapes())
+
+    def __len__(self):
+        return len(self.shapes())
+
+    def shapes(self):
+        """{name: shape}, without making the views."""
+        shapes = {}
+        for name, held in self.held.items():
+            if isinstance(held, Experts):
+                shapes |= {name + own: shape for own, shape in held.published().items()}
+            else:
+                shapes[name] = tuple(held.shape)
+        return shapes
 
 
 # ---------------------------------------------------------------- reading
@@ -101,15 +133,44 @@ def load(model, path, device="cpu", progress=True):
 
     Raises one ValueError that lists all missing, unexpected and misshaped tensors before anything is allocated.
     """
+    plan = plan_load(model, path, progress)
+    # What to_empty does; but its empty_like of a meta tensor imports sympy and half of PyTorch's compiler.
+    model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+    if model.cfg.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
+    views, copies = model.published(), copy_names(model)
+    with (
+        torch.no_grad(),
+        tqdm(total=len(plan), unit=" tensors", desc="loading", disable=None if progress else True, delay=1) as bar,
+    ):
+        for name, got in plan:
+            tensors = [handle.get_tensor(stored_name) for handle, stored_name, _, _ in got]
+            if got and got[-1][1].endswith("_scale") and (tensors[-1] == 255).any():
+                raise ValueError(f"{path}: {got[-1][1]} has a scale byte 255 (NaN); the file is damaged")
+            tensor = mxfp4_unpack(*tensors, torch.get_default_dtype()) if len(tensors) == 2 else [*tensors, None][0]
+            if tensor is None:
+                views[name].zero_()
+            elif name in copies:
+                attach_copy(model, path, name, copies[name], tensor)
+            else:
+                fill(name, views[name], tensor)
+            bar.update()
+    return model
+
+
+def plan_load(model, path, progress):
+    """-> [(canonical name, the sources that fill it)], a source being (file, stored name, shape, dtype): one; the two
+    of an MXFP4 pair; none for an inert tensor that is not there. Fits the model to what is there: what stays packed,
+    FP8 scales, the MTP layer. Nothing is read but headers, and no views are made: K3 has half a million tensors."""
     stored, ignored = open_shards(path)
-    sources, towers, twice = {}, 0, []  # canonical name -> (file, stored name, shape, dtype)
+    sources, towers, twice = {}, 0, []
     for name, handle in stored.items():
         if name.startswith(OTHER_TOWERS):
             towers += 1
             continue
-        part = handle.get_slice(name)
-        twice += [name] if canonical(name) in sources else []
-        sources[canonical(name)] = (handle, name, tuple(part.get_shape()), part.get_dtype())
+        known, part = canonical(name), handle.get_slice(name)
+        twice += [name] if known in sources else []
+        sources[known] = (handle, name, tuple(part.get_shape()), part.get_dtype())
     said = [f"skipped {_listing(f'tensors or files that {INDEX} does not name', ignored)}"] if ignored else []
     said += [f"skipped {towers} tensors of the vision towers"] if towers else []
     said += settle_mtp(model, sources)
@@ -118,45 +179,26 @@ def load(model, path, device="cpu", progress=True):
 
     hold_packed(model, sources)
     hold_scales(model, sources)
-    wanted = {name: tuple(view.shape) for name, view in model.published().items()}
-    inert = {f"model.layers.{model.cfg.num_hidden_layers}.{n}" for n in INERT} & wanted.keys() if model.mtp else set()
-    copies = {n: tuple(w.shape) for n, w in copy_names(model).items() if n in sources or f"{n}_packed" in sources}
-    plan, missing, misshaped = [], [], []  # plan: (canonical name, the sources that fill it)
-    for name, shape in (wanted | copies).items():
-        pair = [f"{name}_packed", f"{name}_scale"]
-        names = pair if name not in sources and all(n in sources for n in pair) else [name]
-        if name in sources or names is pair:
-            plan.append((name, [sources.pop(n) for n in names]))
-            misshaped += _faults(name, shape, plan[-1][1], model.cfg.kda_heads)
+    wanted = model.published().shapes()
+    inert = {f"model.layers.{model.cfg.num_hidden_layers}.{n}" for n in INERT} if model.mtp else ()
+    wanted |= {n: tuple(w.shape) for n, w in copy_names(model).items() if n in sources or f"{n}_packed" in sources}
+    plan, missing, misshaped, heads = [], [], [], model.cfg.kda_heads
+    for name, shape in wanted.items():
+        got = ()  # tuples: the garbage collector need not walk over half a million lists again and again
+        if name in sources:
+            got = (sources.pop(name),)
+        elif f"{name}_packed" in sources and f"{name}_scale" in sources:
+            got = (sources.pop(f"{name}_packed"), sources.pop(f"{name}_scale"))
         elif name not in inert:
             missing.append(name)
+        misshaped += _faults(name, shape, got, heads)
+        plan.append((name, got))
     faults = _listing("missing", missing, "; ") + _listing("unexpected", [s[1] for s in sources.values()], "; ")
     faults += _listing("misshaped", misshaped, "; ") + _listing("present in two spellings", twice, "; ")
     if faults:
         faults += _listing(f"skipped, as {INDEX} does not name them", ignored)
         raise ValueError(f"{path}: the tensors do not match config.json: {faults.rstrip('; ')}")
-
-    model.to_empty(device=device)
-    if model.cfg.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
-    for name in inert - {name for name, _ in plan}:
-        nn.init.zeros_(model.published()[name])
-    views, copies = model.published(), copy_names(model)
-    with (
-        torch.no_grad(),
-        tqdm(total=len(plan), unit=" tensors", desc="loading", disable=None if progress else True, delay=1) as bar,
-    ):
-        for name, got in plan:
-            tensors = [handle.get_tensor(stored_name) for handle, stored_name, _, _ in got]
-            if got[-1][1].endswith("_scale") and (tensors[-1] == 255).any():
-                raise ValueError(f"{path}: {got[-1][1]} has a scale byte 255 (NaN); the file is damaged")
-            tensor = tensors[0] if len(tensors) == 1 else mxfp4_unpack(*tensors, torch.get_default_dtype())
-            if name in copies:
-                attach_copy(model, path, name, copies[name], tensor)
-            else:
-                fill(name, views[name], tensor)
-            bar.update()
-    return model
+    return plan
 
 
 INERT = [f"{mix}_{part}.weight" for mix in ("self_attention_res", "mlp_res") for part in ("norm", "proj")]
@@ -232,6 +274,8 @@ def _faults(name, shape, sources, heads):
     plain = len(sources) == 1
     kinds = ("U8",) if not plain or name.endswith(("_packed", "_scale")) else FLOATS
     if plain:
+        if sources[0][2] == shape and sources[0][3] in kinds:
+            return []
         shapes = [shape]
     else:
         divisible = len(shape) == 2 and shape[1] % GROUP == 0
@@ -239,7 +283,7 @@ def _faults(name, shape, sources, heads):
     return [
         f"{stored_name} ({dtype} {list(have)}, expected {want if isinstance(want, str) else list(want)})"
         for want, (_, stored_name, have, dtype) in zip(shapes, sources)
-        if dtype not in kinds or not _fits(name, have, want, heads)
+        if dtype not in kinds or have != want and not _fits(name, have, want, heads)
     ]
 
 
@@ -324,7 +368,7 @@ def tensors_to_write(model, mxfp4=None, mtp_copies=True):
             ("shared_head.head", model.mtp.head, model.lm_head),
         ):
             if own is not None or mtp_copies:
-                views[f"{at}{name}.weight"] = (own or main).weight
+                views.held[f"{at}{name}.weight"] = (own or main).weight
     for name, view in views.items():
         if mxfp4 and EXPERT.search(name):
             yield from zip((f"{prefix}{name}_packed", f"{prefix}{name}_scale"), mxfp4_pack(view.detach()))

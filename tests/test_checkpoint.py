@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from helpers import CASES, DATA, case, mxfp4_decode, rel, tiny_model
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
 from model import K3, K3Config
@@ -745,3 +748,45 @@ def test_one_tensor_at_a_time(monkeypatch):
     monkeypatch.setattr(checkpoint, "safe_open", Handle)
     load(DATA / "micro-mxfp4")
     assert len(most) == 618 and max(most) <= 4
+
+
+def test_a_load_is_planned_without_views(monkeypatch):
+    """K3's headers hold half a million tensors: names and shapes are compared, and no view is made of each."""
+    linear = K3Config.k3().linear_attn_config | dict(kda_layers=[1, 2, 3], full_attn_layers=[4])
+    cfg = K3Config(num_hidden_layers=4, linear_attn_config=linear)
+    with torch.device("meta"):
+        held = {f"language_model.{n}": (shape, "BF16") for n, shape in K3(cfg).published().shapes().items()}
+        model = K3(cfg)
+    for name in [name for name in held if ".experts." in name]:
+        (rows, width), _ = held.pop(name)
+        held |= {f"{name}_packed": ((rows, width // 2), "U8"), f"{name}_scale": ((rows, width // 32), "U8")}
+
+    class Header:
+        keys = held.keys
+
+        def __init__(self, shape="", dtype=""):
+            self.get_shape, self.get_dtype = lambda: list(shape), lambda: dtype
+
+        def get_slice(self, name):
+            return Header(*held[name])
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(checkpoint, "open_shards", lambda path: (dict.fromkeys(held, Header()), []))
+    with Count() as count:
+        plan = checkpoint.plan_load(model, "somewhere", progress=False)
+    assert len(plan) == len(held) > 16_000 and count.calls < 500
+    assert all(experts.is_packed("w13") and experts.is_packed("w2") for _, experts in model.expert_stacks())
+
+
+def test_loading_imports_no_compiler():
+    """In a process of its own: PyTorch's compiler takes 3 s to import, and some operations on meta tensors do that."""
+    code = "import sys; from model import K3; K3.from_pretrained('tiny'); print(sys.modules.keys() & {*sys.argv[1:]})"
+    command = [sys.executable, "-c", code, "torch._dynamo", "torch._inductor", "sympy"]
+    run = subprocess.run(command, cwd=DATA.parent.parent, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout) == (0, "set()\n"), run.stderr
