@@ -127,11 +127,12 @@ class Experts(nn.Module):
         return names
 
     def view(self, name):
-        """The view of a stacked tensor that holds a published one, as "3.w1.weight_packed"."""
+        """The view of a stacked tensor that holds a published one, as "3.w1.weight_packed". KeyError: not held so."""
         e, part, kind = name.split(".")
-        stack = "w2" if part == "w2" else "w13"
-        matrix = getattr(self, stack + kind.removeprefix("weight"))[int(e)]
-        return {"w1": matrix[: self.inner], "w2": matrix, "w3": matrix[self.inner :]}[part]
+        stack = getattr(self, ("w2" if part == "w2" else "w13") + kind.removeprefix("weight"), None)
+        if stack is None:
+            raise KeyError(name)
+        return {"w1": stack[int(e), : self.inner], "w2": stack[int(e)], "w3": stack[int(e), self.inner :]}[part]
 
 
 @kernels.op("experts")

@@ -163,6 +163,7 @@ def test_mxfp4_true_packs_the_routed_experts(tmp_path):
     assert top["quantization_config"]["format"] == "mxfp4-pack-quantized"
     again = load(tmp_path)
     assert all(e.is_packed(w) for _, e in again.expert_stacks() for w in ("w13", "w2"))
+    assert not [name for name in before if ".experts." in name and name in again.published()]
     decoded = {n: t for n, t in after.items() if not n.endswith(("_packed", "_scale"))}
     decoded |= {n: mxfp4_decode(after[n + "_packed"], after[n + "_scale"]) for n in experts}
     assert rel(logits(again), logits(load(folder_with(tmp_path / "plain", decoded)))) < 1e-5
