@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import random
 import signal
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -438,6 +439,8 @@ def _pick_dtype(dtype, device):
 
 
 if __name__ == "__main__":
+    sys.modules["engine"] = sys.modules[__name__]  # the command line finds this module, not a second one
+
     from cli import main
 
     raise SystemExit(main())

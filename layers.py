@@ -24,6 +24,13 @@ def join(parts):
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def randn(*shape, scale=1.0):
+    """Normal numbers times scale. On the meta device, where a model is only built to be loaded, nothing is drawn: that
+    would import PyTorch's compiler."""
+    w = torch.empty(shape)
+    return w if w.is_meta else w.normal_() * scale
+
+
 def no_autocast(x):
     """A context in which matrix products keep the dtype of their inputs (training runs under bf16 autocast)."""
     device = x.device.type

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from layers import Linear, RMSNorm, no_autocast, wide, wide_dtype
+from layers import Linear, RMSNorm, no_autocast, randn, wide, wide_dtype
 
 GROUP = 32  # inputs that share an MXFP4 scale
 TOGETHER = 8  # experts unpacked at a time
@@ -100,8 +100,8 @@ class Experts(nn.Module):
     def __init__(self, num, width, inner, keep=0):
         super().__init__()
         self.inner, self.keep, self.values, self.unpacked = inner, keep, 3 * num * width * inner, {}
-        self.w13 = nn.Parameter(torch.randn(num, 2 * inner, width) * 0.5 * width**-0.5)
-        self.w2 = nn.Parameter(torch.randn(num, width, inner) * 0.5 * inner**-0.5)
+        self.w13 = nn.Parameter(randn(num, 2 * inner, width, scale=0.5 * width**-0.5))
+        self.w2 = nn.Parameter(randn(num, width, inner, scale=0.5 * inner**-0.5))
 
     def set_packed(self, name, packed, scale):
         """Replaces the float matrix `name` by its packed form (buffers: packed weights are not trained)."""
@@ -143,15 +143,22 @@ class Experts(nn.Module):
         return self.__dict__ | {"unpacked": {}}
 
     def published(self):
-        """Published tensor name -> the view of a stacked tensor that holds it."""
+        """Published tensor name -> its shape. K3 has half a million of these: `view` makes the view of one."""
         names = {}
-        for name in ("w13", "w2"):
-            suffixes = ("_packed", "_scale") if self.is_packed(name) else ("",)
-            for suffix in suffixes:
-                for e, w in enumerate(getattr(self, name + suffix)):
-                    parts = {"w1": w[: self.inner], "w3": w[self.inner :]} if name == "w13" else {"w2": w}
-                    names |= {f"{e}.{part}.weight{suffix}": view for part, view in parts.items()}
+        for name, parts in ("w13", ("w1", "w3")), ("w2", ("w2",)):
+            for suffix in ("_packed", "_scale") if self.is_packed(name) else ("",):
+                for part in parts:
+                    shape = tuple(self.view(f"0.{part}.weight{suffix}").shape)
+                    names |= {f"{e}.{part}.weight{suffix}": shape for e in range(len(getattr(self, name + suffix)))}
         return names
+
+    def view(self, name):
+        """The view of a stacked tensor that holds a published one, as "3.w1.weight_packed". KeyError: not held so."""
+        e, part, kind = name.split(".")
+        stack = getattr(self, ("w2" if part == "w2" else "w13") + kind.removeprefix("weight"), None)
+        if stack is None:
+            raise KeyError(name)
+        return {"w1": stack[int(e), : self.inner], "w2": stack[int(e)], "w3": stack[int(e), self.inner :]}[part]
 
 
 @kernels.op("experts")
@@ -303,7 +310,7 @@ class MoE(nn.Module):
         return y if shared is None else y + shared
 
     def published(self):
-        """Published tensor name -> the view of our fused and stacked weights that holds it."""
+        """Published tensor name -> the view of our fused weights that holds it; under "experts." all of its experts."""
         router, down, gate, up = self.in_proj.weight.split(self.sizes)
         names = {"gate.weight": router, "gate.e_score_correction_bias": self.gate.e_score_correction_bias}
         if self.latent:
@@ -316,4 +323,4 @@ class MoE(nn.Module):
         if self.cfg.num_shared_experts:
             shared = {"gate_proj": gate, "up_proj": up, "down_proj": self.shared_down_proj.weight}
             names |= {f"shared_experts.{name}.weight": w for name, w in shared.items()}
-        return names | {f"experts.{name}": w for name, w in self.experts.published().items()}
+        return names | {"experts.": self.experts}

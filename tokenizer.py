@@ -128,7 +128,11 @@ class StreamDecoder:
 
 
 def load_json(file):
-    """file: Path of a tokenizer.json -> the arguments of Tokenizer(). ValueError: not a byte-level BPE."""
+    """file: Path of a tokenizer.json -> the arguments of Tokenizer(). ValueError: not a byte-level BPE.
+
+    Its added tokens that are special become control tokens, but for single bytes, which are text whatever they are
+    called. The others are text: the package matches them, as lstrip, rstrip, single_word and normalized say.
+    """
     try:
         data = read_json(file)
         if not any('"type": "ByteLevel"' in json.dumps(data.get(key)) for key in ("pre_tokenizer", "normalizer")):
@@ -136,28 +140,51 @@ def load_json(file):
         model = data["model"]
         if "merges" not in model:
             raise ValueError(f"{file}: its model is {model.get('type')}, not BPE; only byte-level BPE is supported")
-        control = control_map(file, [(entry["id"], entry["content"]) for entry in data.get("added_tokens") or []])
-        # The package would match added tokens in user text. Once they are neither there nor in the vocabulary, no text,
-        # normalizer or template can make a control id. The other settings go because they change ids behind our back.
-        taken = set(control.values())
-        ordinary = {token: id for token, id in model["vocab"].items() if id not in taken}
-        model.update(vocab=ordinary, dropout=None)
-        data.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
+        vocab, added = model["vocab"], data.get("added_tokens") or []
+        named = control_map(file, [(entry["id"], entry["content"]) for entry in added])
+        bytes_ = {name for name, id in named.items() if name in BYTE_OF and vocab.get(name) == id}
+        control = {e["content"]: e["id"] for e in added if e.get("special", True) and e["content"] not in bytes_}
+        matched = {name: id for name, id in named.items() if name not in control and name not in bytes_}
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        made = {"".join(parts): parts for parts in reversed(merges)}  # token -> what it is merged from, first of all
+
+        # No text, normalizer or template can make a control id: one that is not merged leaves the vocabulary, one that
+        # is may be merged further, and is taken apart where it remains.
+        ids = set(control.values())
+        ordinary = {t: id for t, id in vocab.items() if id not in ids or (control.get(t) == id and t in made)}
         tokens = {id: from_byte_level(token) for token, id in ordinary.items()}
         if len(tokens) < len(ordinary):
             raise ValueError(f"{file}: two tokens of the vocabulary have the same id")
+        for name, id in matched.items():
+            if ordinary.get(name, id) != id or (name not in ordinary and id in tokens):
+                raise ValueError(f"{file}: added token {name!r} has id {id}, but the vocabulary has another there")
         check_bytes(file, tokens.values())
-        for merge in model["merges"]:  # checked here: the package panics where a merge has no token
-            parts = merge.split(" ") if isinstance(merge, str) else merge
+        for merge, parts in zip(model["merges"], merges):  # the package panics where a merge has no token
             for token in {*parts, "".join(parts)} - ordinary.keys():
                 raise ValueError(f"{file}: merge {merge!r} needs {token!r}, which is not an ordinary token")
+        # The package numbers added tokens itself, after the vocabulary: so that has no gaps while it works.
+        model.update(vocab={token: n for n, token in enumerate(ordinary)}, dropout=None)
+        data.update(added_tokens=[entry for entry in added if entry["content"] not in control])
+        data.update(post_processor=None, truncation=None, padding=None)  # these would change ids behind our back
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{file}: not laid out as a tokenizer.json ({type(e).__name__}: {e})") from None
     try:
         bpe = tokenizers.Tokenizer.from_str(json.dumps(data))
     except Exception as e:  # noqa: BLE001 (the package raises no narrower one)
         raise ValueError(f"{file}: cannot be built by the tokenizers package: {e}") from None
-    return tokens, control, lambda text: bpe.encode(text, add_special_tokens=False).ids
+
+    def apart(token):
+        return [id for part in made[token] for id in apart(part)] if ordinary[token] in ids else [ordinary[token]]
+
+    ids_of = {n: apart(token) for n, token in enumerate(ordinary)}  # the package's number -> ids
+    for name, id in matched.items():
+        n = bpe.token_to_id(name)
+        ids_of[n], tokens[id] = [id], from_byte_level(bpe.id_to_token(n))  # newer packages normalize the name
+
+    def encode(text):
+        return [id for n in bpe.encode(text, add_special_tokens=False).ids for id in ids_of[n]]
+
+    return tokens, control, encode
 
 
 def load_tiktoken(file):

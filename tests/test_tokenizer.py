@@ -16,6 +16,7 @@ import tokenizer as module
 from tokenizer import Tokenizer
 
 BACKENDS = ["json", "tiktoken"]
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 BYTES = [bytes([b]) for b in range(256)]
 # Runs of one letter, words, and a Han character by way of its first two bytes: a token can be half a character.
 HALF, HAN = "中".encode()[:2], "中".encode()
@@ -152,7 +153,7 @@ def test_released_size(tmp_path):
 
 def test_json_control_map_and_holes(tmp_path, data):
     top = max(data["model"]["vocab"].values())
-    data["added_tokens"].append({**data["added_tokens"][0], "id": top + 10, "content": "<think>", "special": False})
+    data["added_tokens"].append({**data["added_tokens"][0], "id": top + 10, "content": "<think>"})
     tok = Tokenizer.from_pretrained(write_json(tmp_path, data))
     added = {entry["content"]: entry["id"] for entry in data["added_tokens"]}
     assert tok.control == added and set(NAMES) < set(added)
@@ -189,9 +190,82 @@ def test_control_token_inside_the_vocabulary(tmp_path, data):
     assert tok.encode("[BOS]", control=["[BOS]"]) == [0]
 
 
+# ---- added tokens that are text ----
+
+PLAIN = [  # content, and how the package matches it
+    ("the", {}),
+    ("!", {}),
+    ("\n", {}),
+    (" x", {}),
+    ("é", dict(normalized=False)),
+    ("<b>", dict(lstrip=True)),
+    ("<c>", dict(rstrip=True, normalized=False)),
+    ("hat", dict(single_word=True)),
+    ("<bb>", dict(lstrip=True, rstrip=True)),
+    ("CAT", dict(normalized=True)),
+    ("Ġcat", dict(normalized=False)),
+]
+
+
+@pytest.fixture(scope="module", params=["plain", "lowercase", "prefix space", "ignore merges"])
+def with_added(request, tmp_path_factory):
+    """-> a tokenizer.json with PLAIN, some in its vocabulary and some after it, as the package and as we read it."""
+    package = train()
+    package.normalizer = normalizers.Lowercase() if request.param == "lowercase" else None
+    package.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=request.param == "prefix space")
+    data = json.loads(package.to_str())
+    data["model"]["ignore_merges"] = request.param == "ignore merges"
+    package = tokenizers.Tokenizer.from_str(json.dumps(data))
+    assert {"the", "!", "Ġcat"} < data["model"]["vocab"].keys()
+    package.add_tokens([tokenizers.AddedToken(content, **how) for content, how in PLAIN])
+    package.encode_special_tokens = True  # the package's way not to match them
+    folder = tmp_path_factory.mktemp("added")
+    package.save(str(folder / "tokenizer.json"))
+    return package, Tokenizer.from_pretrained(folder)
+
+
+PARTS = [content for content, _ in PLAIN]
+PARTS += ["breathe", "hats", " ", "  ", "\t", "cat", " cat", "Cat", "É", "xhat", "[EO"]
+SOME_TEXT = st.lists(st.sampled_from(PARTS) | ANY_TEXT, max_size=10).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=SOME_TEXT)
+def test_added_tokens_that_are_text(with_added, text):  # field note 25
+    package, tok = with_added
+    ids = package.encode(text, add_special_tokens=False).ids
+    assert tok.encode(text) == ids
+    assert tok.decode(ids) == package.decode(ids, skip_special_tokens=False)
+    assert set(tok.control) == set(NAMES) and not set(ids) & set(tok.control.values())
+
+
+def test_added_tokens_in_the_middle_of_the_ids(tmp_path, data):
+    """Their ids are the file's, whatever else is taken out of it."""
+    top = max(data["model"]["vocab"].values())
+    plain = {**data["added_tokens"][0], "special": False}
+    for id, content in (top + 20, "<far>"), (top + 12, "<near>"), (data["model"]["vocab"]["the"], "the"):
+        data["added_tokens"].append({**plain, "id": id, "content": content})
+    tok = Tokenizer.from_pretrained(write_json(tmp_path, data))
+    assert tok.encode("<near>the<far>") == [top + 12, data["model"]["vocab"]["the"], top + 20]
+    assert tok.decode([top + 12, top + 11, top + 20]) == f"<near><|reserved_token_{top + 11}|><far>"
+
+
+def test_a_special_token_that_text_is_merged_to(tmp_path, data):
+    """It is never made from text, what is merged from it is; a byte is text whatever it is called."""
+    vocab, merges = data["model"]["vocab"], [tuple(m) for m in data["model"]["merges"]]
+    plain = Tokenizer.from_pretrained(write_json(tmp_path, data))
+    the, bang, cat = vocab["the"], vocab["!"], vocab["Ġthe"]
+    assert plain.encode("the") == [the] and plain.encode(" the") == [cat] and plain.encode("!") == [bang]
+    special = {**data["added_tokens"][0], "special": True}
+    data["added_tokens"] += [{**special, "id": the, "content": "the"}, {**special, "id": bang, "content": "!"}]
+    tok = Tokenizer.from_pretrained(write_json(tmp_path, data))
+    parts = [vocab[part] for part in next(pair for pair in merges if "".join(pair) == "the")]
+    assert tok.encode("the the!") == [*parts, cat, bang] and tok.decode([the, cat, bang]) == "the the!"
+    assert tok.encode("the", control="the") == [the] and "!" not in tok.control
+
+
 # ---- ordinary text ----
 
-ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 FRAGMENTS = [*NAMES, "<|reserved_token_269|>", "[BO", "the", "中文", "🙂", "e\u0301", "\r\n", "  ", "12345", "'S", "\0"]
 TEXTS = st.lists(ANY_TEXT | st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 
@@ -433,6 +507,8 @@ def test_tiktoken_not_installed(tmp_path, monkeypatch):
         (lambda d: d["model"]["merges"].append(["qq", ""]), "which is not an ordinary token"),
         (lambda d: d["model"]["merges"].append(5), "not laid out as a tokenizer.json"),
         (lambda d: d.update(normalizer={"type": "Nonsense"}), "cannot be built"),
+        (lambda d: d["added_tokens"][0].update(special=False, content="the"), "added token 'the' has id 0"),
+        (lambda d: d["added_tokens"][0].update(special=False, id=70), r"added token '\[BOS\]' has id 70"),
     ],
 )
 def test_bad_json(tmp_path, data, change, message):
