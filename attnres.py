@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import kernels
-from layers import no_autocast, rms_norm, wide
+from layers import inverse_norm, no_autocast, rms_norm, wide
 
 
 class AttnRes(nn.Module):
@@ -35,9 +35,9 @@ def attnres_mix(candidates, norm, proj, eps):
     """candidates: list of J tensors [N, H]; norm [H]; proj [1, H] -> mixture [N, H] in float32."""
     with no_autocast(norm):
         c = wide(torch.stack(candidates))  # [J, N, H]
-        query = (wide(norm) * wide(proj)).flatten()
-        scores = (c @ query) * torch.rsqrt(c.square().mean(-1) + eps)  # RMSNorm(c) . query, [J, N]
-        return (scores.softmax(0)[..., None] * c).sum(0)
+        query = wide(norm) * wide(proj)
+        scores = (c * query).sum(-1, keepdim=True) * inverse_norm(c, eps, 1 / c.shape[-1])  # RMSNorm(c) . query
+        return (scores.softmax(0) * c).sum(0)
 
 
 @kernels.op("attnres")

@@ -246,6 +246,28 @@ class Part:
         """[B + 1] int32: the first row of each sequence in the part."""
         return self._upload(np.cumsum([0, *self.lengths]))
 
+    def history(self, first, last, T):
+        """Where the rows lie that sequences first..last attend to, [B, L] int64 of a slab, and what each of their T new
+        tokens sees, [B, T, L] bool, None: all. Beyond a sequence's end stands its own first row: no other's row is ever
+        read. On a CPU layers share them; a GPU may capture this, to be run again with other numbers.
+        """
+        if (first, last, T) in self._history:
+            return self._history[first, last, T]
+        past, P = self.past[first:last], self.page_size
+        position = torch.arange(self.longest, device=past.device)
+        at = self.table[first:last].long()[:, position // P] * P + position % P
+        seen = None
+        if T > 1 or min(self.pasts[first:last]) + 1 < self.longest:
+            at = torch.where(position < past[:, None] + T, at, at[:, :1])
+            seen = position <= (past[:, None] + torch.arange(T, device=past.device))[..., None]
+        if past.is_cpu:
+            self._history[first, last, T] = at, seen
+        return at, seen
+
+    @cached_property
+    def _history(self):
+        return {}
+
     def chunks(self, size):
         """The sequences cut into chunks of at most `size` rows -> table [C, 4] int32 (first row, rows, sequence, if it
         is its last), chains [n + 1] int32: the first chunk of each text, which may be several pieces.

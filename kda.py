@@ -23,40 +23,43 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from layers import Linear, RMSNorm, join, no_autocast, rms_norm, wide, wide_dtype
+from layers import Linear, RMSNorm, cast, inverse_norm, join, no_autocast, number, rms_norm, wide, wide_dtype
 
 CHUNK, BLOCK = 64, 16
 
 
 def short_conv(x, past, weight):
     """Causal depthwise convolution. x [B, T, C], past [B, K-1, C] (the inputs before), weight [C, K] -> y, new past."""
-    window = torch.cat([past.to(x.dtype), x], dim=1)
+    window = torch.cat([cast(past, x.dtype), x], dim=1)
     taps, length = weight.shape[1], x.shape[1]
-    y = sum(window[:, i : i + length] * weight[:, i] for i in range(taps))  # the last tap is the current token
+    if length == 1:
+        y = (window * weight.T).sum(1, keepdim=True)  # the last tap is the current token
+    else:
+        y = sum(window[:, i : i + length] * weight[:, i] for i in range(taps))
     return y, window[:, length:]
 
 
 def l2norm(x):
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return x * inverse_norm(x, 1e-6)
 
 
 def log_decay(r, A_log, lower_bound):
     """r [..., h, d] (dt_bias added), A_log [h] -> log-decay g <= 0, float32."""
     rate = wide(A_log).exp()[:, None]
     if lower_bound:
-        return lower_bound * torch.sigmoid(rate * wide(r))
+        return torch.sigmoid(rate * wide(r)) * number(lower_bound, rate)
     return -rate * F.softplus(wide(r))
 
 
 def kda_recurrent(q, k, v, g, beta, state):
     """q, k, v, g [B, T, h, d], beta [B, T, h], state [B, h, d, d] -> o [B, T, h, d], state. One token at a time."""
-    q, k, v, g, beta, state = (wide(x) for x in (q, k, v, g, beta, state))
-    out = []
-    for t in range(q.shape[1]):
-        state = state * g[:, t].exp()[..., None]
-        error = v[:, t] - (k[:, t, :, None] @ state)[..., 0, :]
-        state = state + (beta[:, t, :, None] * k[:, t])[..., None] * error[..., None, :]
-        out.append((q[:, t, :, None] @ state)[..., 0, :])
+    row, column = (lambda x: x.unsqueeze(-2)), (lambda x: x.unsqueeze(-1))
+    state, out = wide(state), []
+    for q_t, k_t, v_t, g_t, beta_t in zip(*(wide(x).unbind(1) for x in (q, k, v, g, beta))):
+        state = state * column(g_t.exp())
+        error = row(v_t) - row(k_t) @ state
+        state = torch.addcmul(state, column(column(beta_t) * k_t), error)
+        out.append((row(q_t) @ state).squeeze(-2))
     return torch.stack(out, dim=1), state
 
 
@@ -119,6 +122,7 @@ def kda_chunked(q, k, v, g, beta, state):
     return torch.cat(out, dim=2)[:, :, :T].transpose(1, 2), state
 
 
+@kernels.op("kda_recurrence")
 def kda(q, k, v, g, beta, state):
     """Chooses the form: the recurrence for a few tokens, chunks for many. Shapes as `kda_recurrent`."""
     with no_autocast(q):
@@ -136,37 +140,43 @@ class Weights(NamedTuple):
     lower_bound: float | None
 
 
-def kda_mix(qkv, r, b, w, past, state, recurrence=kda):
+def kda_mix(qkv, r, b, w, past, state):
     """B sequences from raw projections: qkv [B, T, 3hd], r [B, T, hd], b [B, T, h], conv past [B, K-1, 3hd], state
     [B, h, d, d] -> o [B, T, h, d] before its norm, past, state.
     """
     y, past = short_conv(qkv, past, w.conv)
-    qk, v = F.silu(y).unflatten(-1, (3, len(w.A_log), -1)).split([2, 1], dim=2)
-    q, k = l2norm(qk).unbind(2)
+    q, k, v = F.silu(y).unflatten(-1, (3, *state.shape[1:3])).unbind(2)
+    q, k = l2norm(q) * number(q.shape[-1] ** -0.5, q), l2norm(k)
     g = log_decay((r + w.dt_bias).unflatten(-1, q.shape[2:]), w.A_log, w.lower_bound)
-    o, state = recurrence(q * q.shape[-1] ** -0.5, k, v[:, :, 0], g, wide(b).sigmoid(), state)
+    o, state = kda(q, k, v, g, wide(b).sigmoid(), state)
     return o, past, state
 
 
 def gated_norm(o, gate, w):
     """o [..., h, d], gate [..., hd] -> RMSNorm(o) * sigmoid(gate), [..., hd] in gate's dtype."""
-    return (rms_norm(o, w.o_norm, w.eps).flatten(-2) * wide(gate).sigmoid()).to(gate.dtype)
+    return cast(rms_norm(o, w.o_norm, w.eps).flatten(-2) * wide(gate).sigmoid(), gate.dtype)
 
 
 def read_state(S, conv, src, past):
     """Conv inputs [B, K-1, 3hd] and state [B, h, d, d] of pages src, or zero at the start of a text."""
-    fresh, src = (past == 0) | (src < 0), src.clamp(min=0)
+    fresh = [n == 0 or page < 0 for n, page in zip(past.tolist(), src.tolist())]
+    if not any(fresh):
+        return conv.index_select(0, src), S.index_select(0, src)
+    src, fresh = src.clamp(min=0), torch.tensor(fresh, device=src.device)
     return conv[src].masked_fill(fresh[:, None, None], 0), S[src].masked_fill(fresh[:, None, None, None], 0)
 
 
 def write_state(S, conv, dst, before, state):
     """The other way, to pages dst; those below 0 are of padding."""
-    real = (dst >= 0).nonzero()[:, 0]
-    S[dst[real]], conv[dst[real]] = state[real].to(S.dtype), before[real].to(conv.dtype)
+    if min(dst.tolist()) < 0:
+        real = dst >= 0
+        dst, before, state = dst[real], before[real], state[real]
+    S.index_copy_(0, dst, cast(state, S.dtype))
+    conv.index_copy_(0, dst, cast(before, conv.dtype))
 
 
-@kernels.op("kda_prefill")
-def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part, recurrence=kda):
+@kernels.op("kda_prefill", parts=("kda_recurrence",))
+def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     """Sequences of any lengths, in the page pool.
 
     qkv [N, 3hd], gate [N, hd], r [N, hd], b [N, h]: raw projections of the part's rows; S [pages, h, d, d],
@@ -176,13 +186,13 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part, recurrence=kda):
     out = torch.empty_like(gate)
     for first, last, T, rows in part.runs:
         x = (t[rows].unflatten(0, (last - first, T)) for t in (qkv, r, b))
-        o, *new = kda_mix(*x, w, *read_state(S, conv, src[first:last], part.past[first:last]), recurrence)
+        o, *new = kda_mix(*x, w, *read_state(S, conv, src[first:last], part.past[first:last]))
         write_state(S, conv, dst[first:last], *new)
         out[rows] = gated_norm(o.flatten(0, 1), gate[rows], w)
     return out
 
 
-@kernels.op("kda_decode")
+@kernels.op("kda_decode", parts=("kda_recurrence",))
 def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
     """One token of each of B sequences, [B] int32 tokens after `past`; the rest as in `kda_prefill`. Rows whose dst is
     below 0 are padding: their output is anything, and they write nothing.
@@ -192,7 +202,7 @@ def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
     return gated_norm(o[:, 0], gate, w)
 
 
-@kernels.op("kda_verify")
+@kernels.op("kda_verify", parts=("kda_recurrence",))
 def kda_verify(qkv, gate, r, b, w, S, conv, src, past, T):
     """T drafted tokens of each of B sequences, rows [B T, .], as if accepted, but nothing is written: what they leave
     behind is `kda_commit`'s, once it is known how many are. -> o [B T, hd]; the rest as in `kda_decode`.
@@ -202,7 +212,7 @@ def kda_verify(qkv, gate, r, b, w, S, conv, src, past, T):
     return gated_norm(o.flatten(0, 1), gate, w)
 
 
-@kernels.op("kda_commit")
+@kernels.op("kda_commit", parts=("kda_recurrence",))
 def kda_commit(qkv, r, b, w, S, conv, src, dst, past, accepted, T):
     """Writes to dst the state after the first accepted[i] (int32 [B], at least 0, at most T) of the T tokens of each
     sequence i that `kda_verify` had; with none accepted that is the state of src.
@@ -224,30 +234,25 @@ class KDA(nn.Module):
         self.index, self.heads, self.dim = index, cfg.kda_heads, cfg.kda_head_dim
         self.lower_bound, self.full_rank_gate = cfg.gate_lower_bound, cfg.use_full_rank_gate
         inner = self.heads * self.dim
-        self.sizes = [
-            3 * inner,
-            inner if self.full_rank_gate else self.dim,
-            self.dim,
-            self.heads,
-        ]  # q|k|v, gate, f_a, b
+        gate = inner if self.full_rank_gate else self.dim
+        self.sizes = [3 * inner, gate, self.dim, self.heads]  # q|k|v, gate, f_a, b
         self.in_proj = Linear(cfg.hidden_size, sum(self.sizes))
         self.conv_weight = nn.Parameter(torch.empty(3 * inner, cfg.conv_kernel, dtype=wide_dtype()).uniform_(-0.5, 0.5))
         self.f_b_proj = Linear(self.dim, inner)
         if not self.full_rank_gate:
             self.g_b_proj = Linear(self.dim, inner)
-        self.A_log = nn.Parameter(
-            torch.zeros(cfg.A_log_size, dtype=wide_dtype())
-        )  # K3 pads it: the first `heads` values count
+        self.A_log = nn.Parameter(torch.zeros(cfg.A_log_size, dtype=wide_dtype()))  # padded: the first `heads` count
         self.dt_bias = nn.Parameter(torch.empty(inner, dtype=wide_dtype()).uniform_(-7, -1))
         self.o_norm = RMSNorm(self.dim, cfg.rms_norm_eps, dtype=wide_dtype())
         self.o_proj = Linear(inner, cfg.hidden_size)
 
     def forward(self, x, batch):
         """x [N, H], the rows of all sequences in `batch` -> [N, H]. Reads and writes their state pages."""
-        qkv, gate, f_a, b = self.in_proj(x).split(self.sizes, dim=-1)
+        qkv, gate, f_a, b = self.in_proj(x).split_with_sizes(self.sizes, dim=-1)
         gate = gate if self.full_rank_gate else self.g_b_proj(gate)
         r, w = self.f_b_proj(f_a), self.weights()
         if batch.pool is None:
+            kernels.refuse("model(ids) has no pages; choose kda_recurrence", "kda_prefill", "kda_decode")
             rows = (t.unflatten(0, (batch.B, batch.T)) for t in (qkv, r, b))
             o, _, _ = kda_mix(*rows, w, *self.zero_state(batch.B, qkv))
             return self.o_proj(gated_norm(o.flatten(0, 1), gate, w).to(x.dtype))
@@ -262,10 +267,8 @@ class KDA(nn.Module):
         return self.o_proj(join(out))
 
     def weights(self):
-        lower = self.lower_bound
-        return Weights(
-            self.conv_weight, self.A_log[: self.heads], self.dt_bias, self.o_norm.weight, self.o_norm.eps, lower
-        )
+        A_log = self.A_log[: self.heads]
+        return Weights(self.conv_weight, A_log, self.dt_bias, *self.o_norm.weights(), self.lower_bound)
 
     def zero_state(self, B, like):
         """What a sequence starts from: conv inputs [B, K-1, 3*h*d] and recurrent state [B, h, d, d], all zero."""

@@ -19,13 +19,14 @@ from torch import nn
 
 import kernels
 from cache import FP8, FP8_MAX
-from layers import Linear, RMSNorm, join, rms_norm, wide
+from layers import Linear, RMSNorm, cast, join, number, rms_norm, wide
 
 ABSORB = 16  # up to this many queries a sequence use the absorbed form
 FP8_SCALES = ("latent_scale", "key_scale")
 LATENT_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm only; every other norm uses rms_norm_eps
 
 
+@kernels.op("mla_expanded")
 def mla_expanded(q, rows, W_kvb, mask, scale):
     """q [B, T, h, n+p], rows [B, L, r+p], W_kvb [h, n+v, r], mask [B, T, L] or None: causal -> [B, T, h, v]."""
     r = W_kvb.shape[-1]
@@ -42,39 +43,42 @@ def mla_expanded(q, rows, W_kvb, mask, scale):
 def absorb_query(q, W_kvb, p):
     """q [..., h, n+p], W_kvb [h, n+v, r] -> [..., h, r+p]: what the rows themselves are scored against."""
     nope = q.shape[-1] - p
-    return torch.cat([torch.einsum("...hn,hnr->...hr", q[..., :nope], W_kvb[:, :nope]), q[..., nope:]], dim=-1)
+    return torch.cat([_by_head(q[..., :nope], W_kvb[:, :nope]), q[..., nope:]], dim=-1)
 
 
 def absorb_value(o, W_kvb, v):
     """o [..., h, r]: the attention over latents; W_kvb [h, n+v, r] -> [..., h, v]."""
-    return torch.einsum("...hr,hvr->...hv", o, W_kvb[:, -v:])
+    return _by_head(o, W_kvb[:, -v:].mT)
+
+
+def _by_head(x, W):
+    """x [..., h, i], W [h, i, o] -> [..., h, o]: a product for each head."""
+    heads = x.flatten(0, -3).transpose(0, 1)
+    return torch.bmm(heads, W).transpose(0, 1).unflatten(0, x.shape[:-2])
 
 
 def gather_rows(stored, part, first, last, T, scale, dtype):
     """The rows that sequences first..last of a part attend to, as stored: [B, L, r+p]; and what each of their T new
-    tokens sees, [B, T, L] bool. Beyond a sequence's end stands its own first row: no other's row is ever read.
+    tokens sees, [B, T, L] bool, None: all of it.
     """
-    past, P = part.past[first:last], part.page_size
-    position = torch.arange(part.longest, device=past.device)
-    at = part.table[first:last].long()[:, position // P] * P + position % P
-    at = torch.where(position < past[:, None] + T, at, at[:, :1])
-    new = past[:, None] + torch.arange(T, device=past.device)
-    return load_rows(stored, at, scale, dtype), position <= new[..., None]
+    at, seen = part.history(first, last, T)
+    return load_rows(stored, at, scale, dtype), seen
 
 
 def load_rows(stored, at, scale, dtype):
-    """stored [slots, r+p] at any index; FP8 rows are multiplied by scale [r+p]."""
-    if stored.dtype == FP8:
-        return stored.view(torch.uint8)[at].view(FP8).to(dtype) * scale
-    return stored[at]
+    """stored [slots, r+p] at [B, L]; FP8 rows are multiplied by scale [r+p]."""
+    load = lambda rows: rows.index_select(0, at.flatten()).unflatten(0, at.shape)
+    return load(stored.view(torch.uint8)).view(FP8).to(dtype) * scale if stored.dtype == FP8 else load(stored)
 
 
 def attend_rows(q, rows, mask, rank, scale):
     """q [B, T, h, r+p] absorbed, rows [B, L, r+p], mask [B, T, L] or None -> o [B, T, h, r], log-sum-exp [B, T, h]."""
-    scores = torch.einsum("bthr,blr->bthl", wide(q), wide(rows)) * scale
+    scores = torch.bmm(wide(q).flatten(1, 2), wide(rows).mT).unflatten(1, q.shape[1:3]) * number(scale, wide(q))
     if mask is not None:
         scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
-    return torch.einsum("bthl,blr->bthr", scores.softmax(-1).to(q.dtype), rows[..., :rank]), scores.logsumexp(-1)
+    weights = scores.softmax(-1)
+    lse = scores.amax(-1) - weights.amax(-1).log()  # the largest weight is exp(top - lse)
+    return torch.bmm(cast(weights, q.dtype).flatten(1, 2), rows[..., :rank]).unflatten(1, q.shape[1:3]), lse
 
 
 def mla_absorbed(q, rows, W_kvb, mask, scale):
@@ -92,13 +96,14 @@ def latent_write(kv, norm, eps, stored, slots, scale):
     stored [slots, r+p]: one slab; slots [N] int64, below 0: of padding, not written; scale [r+p]: what a row is divided
     by in an FP8 slab, whose values saturate, else None.
     """
-    c, k_pe = kv.split([len(norm), kv.shape[-1] - len(norm)], dim=-1)
+    c, k_pe = kv.split_with_sizes([len(norm), kv.shape[-1] - len(norm)], dim=-1)
     rows = torch.cat([rms_norm(c, norm, eps), k_pe], dim=-1)
     if stored.dtype == FP8:
         rows = (rows / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
         stored = stored.view(torch.uint8)
-    real = slots >= 0
-    stored[slots[real]] = rows[real]
+    if int(slots.min()) < 0:
+        slots, rows = slots[slots >= 0], rows[slots >= 0]
+    stored.index_copy_(0, slots, rows)
 
 
 @kernels.op("mla_decode")
@@ -113,7 +118,7 @@ def mla_decode(q, stored, rank, part, scale, row_scale):
     return attend_rows(q, rows, mask, rank, scale)
 
 
-@kernels.op("mla_prefill")
+@kernels.op("mla_prefill", parts=("mla_expanded",))
 def mla_prefill(q, W_kvb, stored, part, scale, row_scale):
     """Attention of chunks of any lengths, each over its sequence's rows in the pool, its own among them.
 
@@ -138,12 +143,8 @@ class MLA(nn.Module):
 
     def __init__(self, cfg, index):
         super().__init__()
-        self.index, self.heads, self.gated, self.q_rank = (
-            index,
-            cfg.num_attention_heads,
-            cfg.mla_use_output_gate,
-            cfg.q_lora_rank,
-        )
+        self.index, self.heads, self.q_rank = index, cfg.num_attention_heads, cfg.q_lora_rank
+        self.gated = cfg.mla_use_output_gate
         self.rank, self.pe, self.v_dim = cfg.kv_lora_rank, cfg.qk_rope_head_dim, cfg.v_head_dim
         self.qk_dim = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim
         q_out, inner = self.heads * self.qk_dim, self.heads * self.v_dim
@@ -159,12 +160,14 @@ class MLA(nn.Module):
 
     def forward(self, x, batch):
         """x [N, H], the rows of all sequences in `batch` -> [N, H]. Writes their latent rows, reads their history."""
-        q, kv, gate = self.in_proj(x).split(self.sizes, dim=-1)
+        q, kv, gate = self.in_proj(x).split_with_sizes(self.sizes, dim=-1)
         if self.q_rank:
             q = self.q_b_proj(self.q_a_layernorm(q))
         q = q.unflatten(-1, (self.heads, self.qk_dim))
         W_kvb, scale = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)), self.qk_dim**-0.5
         if batch.pool is None:
+            why = "model(ids) has no pages; choose mla_expanded"
+            kernels.refuse(why, "mla_prefill", "mla_decode", "latent_write")
             c, k_pe = kv.split([self.rank, self.pe], dim=-1)
             rows = torch.cat([self.kv_a_layernorm(c), k_pe], dim=-1)
             q, rows = (x.unflatten(0, (batch.B, batch.T)) for x in (q, rows))
