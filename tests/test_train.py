@@ -23,8 +23,8 @@ from tokenizer import Tokenizer
 SIZES = "--hidden-size 32 --num-hidden-layers 4 --attn-res-block-size 2 --intermediate-size 64 --num-attention-heads 2 "
 SIZES += "--q-lora-rank 16 --kv-lora-rank 16 --qk-nope-head-dim 8 --qk-rope-head-dim 8 --v-head-dim 8 --num-experts 6 "
 SIZES += "--num-experts-per-token 2 --num-shared-experts 1 --moe-intermediate-size 32 --routed-expert-hidden-size 32 "
-SIZES += "--num-heads 2 --head-dim 8 --bpe-size 300 --batch 4 --seq 48 --warmup 5 --lr 0.01 --mtp-lr 0.04 --adam-lr 0.01 "
-SIZES += "--log-every 5 --eval-every 20 --eval-prompts 2 --device cpu"
+SIZES += "--num-heads 2 --head-dim 8 --bpe-size 300 --batch 4 --seq 48 --warmup 5 --lr 0.01 "
+SIZES += "--mtp-lr 0.04 --adam-lr 0.01 --log-every 5 --eval-every 20 --eval-prompts 2 --device cpu"
 
 
 @pytest.fixture(scope="module")
