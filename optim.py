@@ -1,9 +1,12 @@
-"""What makes training quick: Muon, experts as grouped products, compiled ops, a step as one CUDA graph."""
+"""Behind train.py: Muon; what makes a step quick on a GPU; experts trained as the MXFP4 they are stored in."""
 
+import itertools
 import re
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
 
 import moe
 from attnres import attnres_norm
@@ -122,3 +125,34 @@ class Graphed:
         for static, x in zip(self.inputs, inputs):
             static.copy_(x)
         self.graph.replay()
+
+
+# ---------------------------------------------------------------- training what will be quantized
+
+
+class FakeMXFP4(nn.Module):
+    """Parametrization: a float32 weight reads as what MXFP4 makes of it; its gradient passes straight through.
+
+    Equal to mxfp4_unpack(*mxfp4_pack(w)) for groups whose largest magnitude is 0 or at least 2^-124, and fast.
+    """
+
+    def forward(self, w):
+        """w [..., in] -> the same shape, rounded."""
+        with torch.no_grad():
+            groups = w.unflatten(-1, (-1, moe.GROUP))
+            # amax = 1.m 2^e: scale 2^(e-2), or twice that where 1.m > 1.5 (amax > 6 scale); read off the float's bits
+            bits = groups.abs().amax(-1, keepdim=True).view(torch.int32)
+            scale = ((((bits + 0x3FFFFF) >> 23) - 2).clamp(min=1) << 23).view(torch.float32)
+            x = groups / scale
+            gap = 0.5 * (1.0 + (x.abs() >= 2)) * (1.0 + (x.abs() >= 4))  # between neighbours in FP4: 0.5, 1, 2
+            rounded = ((x / gap).round() * gap * scale).flatten(-2)  # ties to even
+        return w + (rounded - w).detach()  # exactly `rounded`, which is 0 or within a factor of 2 of w
+
+
+def quantize(model, on):
+    """Puts FakeMXFP4 on all expert stacks, or takes it off and leaves the rounded values; same Parameter objects."""
+    for (_, experts), name in itertools.product(model.expert_stacks(), ("w13", "w2")):
+        if on and not parametrize.is_parametrized(experts, name):
+            parametrize.register_parametrization(experts, name, FakeMXFP4())
+        elif not on and parametrize.is_parametrized(experts, name):
+            parametrize.remove_parametrizations(experts, name, leave_parametrized=True)

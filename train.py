@@ -11,7 +11,6 @@ quantize or to distill at the end. On a GPU a step is one CUDA graph, and the la
 
 import argparse
 import functools
-import itertools
 import json
 import math
 import os
@@ -34,7 +33,7 @@ import kernels
 import moe
 from evaluate import PARAGRAPH, bits_per_byte, encode, evaluate, read
 from model import K3, K3Config
-from optim import Graphed, fast_ops, make_optimizers
+from optim import Graphed, fast_ops, make_optimizers, quantize
 from tokenizer import CONTROL_SLOTS, SPLIT_PATTERN, Tokenizer
 
 # ---------------------------------------------------------------- settings: each is a flag too, as --quant-from
@@ -126,34 +125,6 @@ def config(opt, vocab):
     bos, end, pad = (vocab - CONTROL_SLOTS + i for i in (0, 2, 255))  # [BOS], <|end_of_msg|>, [PAD]
     ids = {"vocab_size": vocab, "bos_token_id": bos, "eos_token_id": end, "pad_token_id": pad}
     return K3Config(**model, **ids, linear_attn_config=linear)
-
-
-class FakeMXFP4(nn.Module):
-    """Parametrization: a float32 weight reads as what MXFP4 makes of it; its gradient passes straight through.
-
-    Equal to mxfp4_unpack(*mxfp4_pack(w)) for groups whose largest magnitude is 0 or at least 2^-124, and fast.
-    """
-
-    def forward(self, w):
-        """w [..., in] -> the same shape, rounded."""
-        with torch.no_grad():
-            groups = w.unflatten(-1, (-1, moe.GROUP))
-            # amax = 1.m 2^e: scale 2^(e-2), or twice that where 1.m > 1.5 (amax > 6 scale); read off the float's bits
-            bits = groups.abs().amax(-1, keepdim=True).view(torch.int32)
-            scale = ((((bits + 0x3FFFFF) >> 23) - 2).clamp(min=1) << 23).view(torch.float32)
-            x = groups / scale
-            gap = 0.5 * (1.0 + (x.abs() >= 2)) * (1.0 + (x.abs() >= 4))  # between neighbours in FP4: 0.5, 1, 2
-            rounded = ((x / gap).round() * gap * scale).flatten(-2)  # ties to even
-        return w + (rounded - w).detach()  # exactly `rounded`, which is 0 or within a factor of 2 of w
-
-
-def quantize(model, on):
-    """Puts FakeMXFP4 on all expert stacks, or takes it off and leaves the rounded values; same Parameter objects."""
-    for (_, experts), name in itertools.product(model.expert_stacks(), ("w13", "w2")):
-        if on and not parametrize.is_parametrized(experts, name):
-            parametrize.register_parametrization(experts, name, FakeMXFP4())
-        elif not on and parametrize.is_parametrized(experts, name):
-            parametrize.remove_parametrizations(experts, name, leave_parametrized=True)
 
 
 # ---------------------------------------------------------------- loss, optimizer, balance

@@ -149,9 +149,9 @@ def test_fake_mxfp4_is_pack_and_unpack(scale):
     w[2, :, 0] = 6 * torch.exp2(torch.arange(-16.0, 17.0))  # exactly the largest value, and the next float above it
     w[3, :, 0] = torch.nextafter(w[2, :, 0], torch.tensor(torch.inf))
     w = (w * scale).requires_grad_()
-    fake = train.FakeMXFP4()(w)
+    fake = optim.FakeMXFP4()(w)
     assert torch.equal(fake, moe.mxfp4_unpack(*moe.mxfp4_pack(w.detach()), torch.float32))
-    assert torch.equal(train.FakeMXFP4()(fake), fake)
+    assert torch.equal(optim.FakeMXFP4()(fake), fake)
     upstream = torch.randn(w.shape, generator=draw)
     fake.backward(upstream)
     assert torch.equal(w.grad, upstream)
