@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import DATA
@@ -206,6 +207,14 @@ def test_an_argument_that_is_no_utf8(cli, wanted):
     """Python hands it over with surrogates; each is read as U+FFFD."""
     flags = ["--max-tokens", 3, "--temperature", 0]
     assert cli("--prompt", "a\udcff", *flags) == (0, wanted("a\ufffd", max_tokens=3) + "\n", "")
+
+
+def test_a_prompt_that_ends_inside_a_character(folder):
+    """The engine's text starts from there: the answer's first byte completes it."""
+    eng = Engine(folder, num_pages=20)
+    for prompt in (list("中".encode()[:2]), np.array([65, *"中".encode()[:2]])):
+        eng.add(prompt)
+        assert eng.waiting[-1].text.push("中".encode()[2]) == ("中", False)
 
 
 def test_no_tokens(cli):
