@@ -212,9 +212,10 @@ def test_an_argument_that_is_no_utf8(cli, wanted):
 def test_a_prompt_that_ends_inside_a_character(folder):
     """The engine's text starts from there: the answer's first byte completes it."""
     eng = Engine(folder, num_pages=20)
-    for prompt in (list("中".encode()[:2]), np.array([65, *"中".encode()[:2]])):
+    first, second, last = eng.tokenizer.encode("中")
+    for prompt in ([first, second], np.array([last, last, first, second])):
         eng.add(prompt)
-        assert eng.waiting[-1].text.push("中".encode()[2]) == ("中", False)
+        assert eng.waiting[-1].text.push(last) == ("中", False)
 
 
 def test_no_tokens(cli):
