@@ -214,7 +214,7 @@ class Engine:
         n = len(ids)
         limit = min(params.max_tokens, max(min(self.cfg.max_position_embeddings, self._room()) - n, 0) + 1)
         out = Output(self._next_rid, n, logprobs=None if params.logprobs is None else [])
-        text = TextStream(self.tokenizer, params.stop) if self.tokenizer else None
+        text = TextStream(self.tokenizer, params.stop, ids) if self.tokenizer else None
         seed = random.getrandbits(63) if params.seed is None else params.seed
         self._next_rid += 1
         self.waiting.append(Request(out, ids, params, limit, text, seed))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import DATA
@@ -206,6 +207,15 @@ def test_an_argument_that_is_no_utf8(cli, wanted):
     """Python hands it over with surrogates; each is read as U+FFFD."""
     flags = ["--max-tokens", 3, "--temperature", 0]
     assert cli("--prompt", "a\udcff", *flags) == (0, wanted("a\ufffd", max_tokens=3) + "\n", "")
+
+
+def test_a_prompt_that_ends_inside_a_character(folder):
+    """The engine's text starts from there: the answer's first byte completes it."""
+    eng = Engine(folder, num_pages=20)
+    first, second, last = eng.tokenizer.encode("中")
+    for prompt in ([first, second], np.array([last, last, first, second])):
+        eng.add(prompt)
+        assert eng.waiting[-1].text.push(last) == ("中", False)
 
 
 def test_no_tokens(cli):

@@ -1,6 +1,7 @@
 """Both tokenizer backends, on small vocabularies that are made here."""
 
 import base64
+import codecs
 import itertools
 import json
 import random
@@ -438,6 +439,46 @@ def test_stream_flush_and_control(tiktoken_tok):
     assert stream.push(65) == "A"  # after flush it starts anew
 
 
+@settings(max_examples=300, deadline=None)
+@given(before=st.lists(st.sampled_from("a中🙂").map(str.encode) | st.binary(max_size=3), max_size=4), more=st.data())
+def test_stream_after_a_prompt(tok, before, more):
+    """A character that the prompt began belongs to the answer where that completes it, and shows nowhere else."""
+    np = pytest.importorskip("numpy")
+    id_of = {tok.token_bytes(id): id for id in reversed(range(tok.vocab_size))}
+    rest = [b"\xb8", b"\xad", b"\x9f\x99\x82", b"\x99", b"\x82", b"A", "中".encode(), b"[BOS]"]
+    after = b"".join(more.draw(st.lists(st.sampled_from(rest), max_size=5)))
+    before = b"".join(before)
+    first, then = ([id_of[bytes([b])] for b in part] for part in (before, after))
+    stream = tok.stream(np.array(first, dtype=np.int64))
+    got = "".join(stream.push(id) for id in then) + stream.flush()
+    whole = codecs.getincrementaldecoder("utf-8")("replace")
+    whole.decode(before)
+    (pending, _) = whole.getstate()
+    completed = len(pending) and any(begins(pending + after[:n]) for n in range(1, len(after) + 1))
+    assert got == ((pending if completed else b"") + after).decode("utf-8", "replace")
+
+
+def begins(data):
+    """Whether data is one character, or the first bytes of one."""
+    try:
+        return len(data.decode()) == 1
+    except UnicodeDecodeError as e:
+        return e.start == 0 and e.reason == "unexpected end of data"
+
+
+def test_stream_after_half_a_character(tiktoken_tok):
+    tok, bos = tiktoken_tok, tiktoken_tok.control["[BOS]"]
+    half, rest = 256 + MERGES.index(HALF), HAN[2]
+    assert tok.stream([65] * 1_000_000 + [half]).push(rest) == "中"
+    for id, text in (65, "A"), (bos, "[BOS]"), (half, ""):
+        assert tok.stream([65, half]).push(id) == text
+    assert tok.stream([half]).flush() == "" and tok.stream([half, bos]).push(rest) == "\ufffd"
+    stream = tok.stream([half])
+    assert [stream.push(rest), stream.push(half), stream.flush()] == ["中", "", "\ufffd"]
+    stream = module.TextStream(tok, (), [half, tok.vocab_size])  # a row of padding in the output layer
+    assert stream.push(rest) == ("\ufffd", False)
+
+
 def test_every_id_decodes(tok):
     for id in range(tok.vocab_size):
         assert tok.decode([id]) == tok.token_bytes(id).decode("utf-8", "replace")
@@ -459,9 +500,40 @@ def test_id_out_of_range(tok, offset):
 # ---- folders and files ----
 
 
-def test_json_is_preferred(tmp_path, data, json_tok):
-    write_json(write_tiktoken(tmp_path, BYTES), data)
-    assert Tokenizer.from_pretrained(str(tmp_path)).control == json_tok.control
+def write_both(folder, data, **ids):
+    """A tiktoken.model that names slots 0 and 7, and the tokenizer.json of `data` with the added tokens {name: id}."""
+    write_tiktoken(folder, BYTES, {256: "[BOS]", 263: "<|end_of_msg|>"})
+    entry = {**data["added_tokens"][0], "special": True}
+    return write_json(folder, {**data, "added_tokens": [{**entry, "id": id, "content": n} for n, id in ids.items()]})
+
+
+@pytest.mark.parametrize("ids", [{}, {"[BOS]": 256, "<|end_of_msg|>": 263}, {"[BOS]": 256, "<|new|>": 258}])
+def test_tiktoken_is_preferred(tmp_path, data, ids):
+    pytest.importorskip("tiktoken")
+    tok = Tokenizer.from_pretrained(str(write_both(tmp_path, data, **ids)))
+    assert tok.vocab_size == 512 and tok.encode("the") == list(b"the") and tok.control["<|end_of_msg|>"] == 263
+
+
+@pytest.mark.parametrize(
+    "ids, example",
+    [
+        ({"[BOS]": 256, "<|end_of_msg|>": 257}, "on 1 control ids: 257 is '<|end_of_msg|>' here"),  # field note 21
+        ({"[BOS]": 263}, "263 is '[BOS]' here and '<|end_of_msg|>' there"),
+        ({"<|new|>": 263, "[BOS]": 3}, "on 2 control ids: 263 is '<|new|>' here and '<|end_of_msg|>' there"),
+        ({"<|new|>": 3}, "3 is '<|new|>' here and 'an ordinary token' there"),
+    ],
+)
+def test_two_files_that_disagree(tmp_path, data, ids, example):
+    pytest.importorskip("tiktoken")
+    with pytest.raises(ValueError, match="tokenizer.json: disagrees with tiktoken.model") as e:
+        Tokenizer.from_pretrained(write_both(tmp_path, data, **ids))
+    assert example in str(e.value) and "\n" not in str(e.value)
+
+
+def test_both_files_without_the_package(tmp_path, data, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(ValueError, match=r'tiktoken.model: .*pip install -e "\.\[tiktoken\]"'):
+        Tokenizer.from_pretrained(write_both(tmp_path, data))
 
 
 def test_tiktoken_without_config(tmp_path):
