@@ -244,9 +244,9 @@ class Scheduler:
             node = None  # alone in the pool: without the cached pages it fits
         if node is None and total + groups > self.pool.num_pages - self.pool.live_pages:
             return False
-        pages = state = np.empty(0, dtype=np.int64)
-        if node is not None:
-            pages, state = self.cache.table(node), node.snapshot.pages.copy()
+        pages, state, hidden = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), None
+        if node is not None:  # eviction may take it out of the tree: what it holds is taken first
+            pages, state, hidden = self.cache.table(node), node.snapshot.pages.copy(), node.snapshot.hidden
             self.cache.use(node, resume=True)
             self.pool.hold(state)
             self.pool.hold(pages)
@@ -256,7 +256,7 @@ class Scheduler:
             self.pool.drop(state)
             self.pool.drop(pages)
             return False
-        request.computed, request.hidden = end, node and node.snapshot.hidden
+        request.computed, request.hidden = end, hidden
         if end % P:  # partly filled: what this request adds goes to a page of its own
             shared, copy = pages[-1:].copy(), self._take(1)
             self.pool.copy_page(shared[0], copy[0])

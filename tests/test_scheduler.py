@@ -98,6 +98,22 @@ def test_who_waits_for_rows_lets_others_pass():
     audit(engine)
 
 
+def test_making_room_may_evict_what_a_request_resumes_from(monkeypatch):
+    engine, ids = Engine(case("micro")[0], num_pages=20), text(0, 100)
+    engine.generate([ids], greedy(1))
+    node, evict = engine.cache.match(np.array(ids, dtype=np.int32))[0], engine.cache.evict
+
+    def all_of_it(free, wait=True):
+        if node.snapshot:
+            engine.cache._remove(node)
+        return evict(free, wait)
+
+    monkeypatch.setattr(engine.cache, "evict", all_of_it)
+    (out,) = engine.generate([[*ids, 7]], greedy(4))
+    assert (out.cached_tokens, out.token_ids) == (100, alone("micro", (*ids, 7), 4))
+    audit(engine)
+
+
 def test_an_answer_is_cut_to_the_pool():
     engine = Engine(case("micro")[0], num_pages=6)
     (out,) = engine.generate([text(0, 500)], greedy(10_000))
