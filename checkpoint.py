@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,28 +19,60 @@ from torch import nn
 from tqdm import tqdm
 
 from mla import FP8_SCALES, MLA
-from moe import GROUP, mxfp4_pack, mxfp4_unpack
+from moe import GROUP, Experts, mxfp4_pack, mxfp4_unpack
 
 INDEX = "model.safetensors.index.json"
 OTHER_TOWERS = ("vision_tower.", "mm_projector.")
 EXPERT = re.compile(r"\.experts\.\d+\.(w1|w2|w3)\.weight$")
+NUMBERED = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 FLOATS = ("BF16", "F16", "F32", "F64")
 
 
 def canonical(name):
     """The spelling that `model.published()` uses, for every spelling that checkpoints use."""
     name = name.removeprefix("language_model.")
-    name = re.sub(r"\b(self_attention_res|mlp_res|output_attn_res)\.(norm|proj)_weight$", r"\1_\2.weight", name)
+    if name.endswith("_weight"):
+        name = re.sub(r"\b(self_attention_res|mlp_res|output_attn_res)\.(norm|proj)_weight$", r"\1_\2.weight", name)
     return name.replace("block_sparse_moe.e_score_correction_bias", "block_sparse_moe.gate.e_score_correction_bias")
+
+
+class Views(Mapping):
+    """Published tensor name -> view. held: {name: view}, and of each MoE layer {"...experts.": Experts}: a view of one
+    of its experts is made when it is asked for."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __getitem__(self, name):
+        if name in self.held:
+            return self.held[name]
+        at = name.rfind("experts.") + len("experts.")
+        return self.held[name[:at]].view(name[at:])
+
+    def __iter__(self):
+        return iter(self.shapes())
+
+    def __len__(self):
+        return len(self.shapes())
+
+    def shapes(self):
+        """{name: shape}, without making the views."""
+        shapes = {}
+        for name, held in self.held.items():
+            if isinstance(held, Experts):
+                shapes |= {name + own: shape for own, shape in held.published().items()}
+            else:
+                shapes[name] = tuple(held.shape)
+        return shapes
 
 
 # ---------------------------------------------------------------- reading
 
 
-def open_shards(path):
-    """The folder's safetensors, memory-mapped -> {stored name: open file}. Headers are checked against the index."""
-    path = Path(path)
-    weight_map, single = None, path / "model.safetensors"
+def shard_files(path):
+    """-> the names of the folder's shards, and the index {stored name: its shard}, None where there is none."""
+    single, numbered = path / "model.safetensors", [NUMBERED.fullmatch(f.name) for f in path.glob("*.safetensors")]
+    numbered = {match[0]: (int(match[1]), int(match[2])) for match in numbered if match}
     if (path / INDEX).is_file():
         try:
             weight_map = dict(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"])
@@ -48,34 +81,50 @@ def open_shards(path):
         if not all(isinstance(f, str) for f in weight_map.values()):
             raise ValueError(f"{path / INDEX}: weight_map must give a file name for every tensor")
         files = sorted(set(weight_map.values()))
-    elif single.is_file():
-        files = [single.name]
-    else:
+        absent = [f for f in files if not (path / f).is_file()]
+        if absent:
+            missing = _listing(f"of {len(files)} shards that {INDEX} names are missing", absent)
+            raise FileNotFoundError(f"{path}: {missing}")
+        return files, weight_map
+    if single.is_file() and numbered:
+        raise ValueError(f"{path}: holds {single.name} and {min(numbered)}, and no {INDEX} says which; remove one")
+    if single.is_file():
+        return [single.name], None
+    if not numbered:
         raise FileNotFoundError(f"{path}: neither {INDEX} nor {single.name} is there")
-    absent = [f for f in files if not (path / f).is_file()]
+    numbers, total = {n for n, _ in numbered.values()}, max(total for _, total in numbered.values())
+    if any(t != total or not 0 < n <= t for n, t in numbered.values()):
+        raise ValueError(f"{path}: without {INDEX}, {_listing('shards are not of one model', sorted(numbered))}")
+    absent = [f"model-{n:05d}-of-{total:05d}.safetensors" for n in range(1, total + 1) if n not in numbers]
     if absent:
-        raise FileNotFoundError(
-            f"{path}: {INDEX} names {len(absent)} of {len(files)} shards that are missing: {', '.join(absent[:5])}"
-        )
-    stored, twice = {}, []
+        raise FileNotFoundError(f"{path}: {_listing(f'of {total} shards are missing', absent)}")
+    return sorted(numbered), None
+
+
+def open_shards(path):
+    """The folder's safetensors, memory-mapped -> {stored name: open file}, [stored name or file that the index leaves
+    out]. The index decides: a tensor counts only in the shard that it names for it."""
+    path = Path(path)
+    files, weight_map = shard_files(path)
+    stored, ignored, twice = {}, [], []
     for f in files:
         try:
             handle = safe_open(path / f, framework="pt")
         except (SafetensorError, OSError) as e:
             raise ValueError(f"{path / f}: damaged or incomplete safetensors file ({e}); fetch it again") from None
         for name in handle.keys():
-            twice += [name] if name in stored else []
-            stored[name] = handle
             if weight_map is not None and weight_map.get(name) != f:
-                raise ValueError(
-                    f"{path / f}: holds {name}, which {INDEX} places in {weight_map.get(name, 'no shard')}"
-                )
-    lost = [name for name in weight_map or () if name not in stored]
+                ignored.append(f"{name} in {f}")
+                continue
+            twice += [f"{name} ({f})"] if name in stored else []
+            stored[name] = handle
+    lost = [f"{name} ({f})" for name, f in (weight_map or {}).items() if name not in stored]
     if twice or lost:
-        raise ValueError(
-            f"{path}: {_listing('in two shards', twice, ' ')}{_listing('named by the index but in no shard', lost)}"
-        )
-    return stored
+        faults = _listing("in two shards", twice, " ") + _listing(f"not in the shard that {INDEX} names", lost)
+        raise ValueError(f"{path}: {faults}")
+    if weight_map is not None:
+        ignored += sorted({f.name for f in path.glob("*.safetensors")}.difference(files))
+    return stored, ignored
 
 
 def load(model, path, device="cpu", progress=True):
@@ -84,43 +133,11 @@ def load(model, path, device="cpu", progress=True):
 
     Raises one ValueError that lists all missing, unexpected and misshaped tensors before anything is allocated.
     """
-    stored = open_shards(path)
-    sources, twice = {}, []  # canonical name -> (file, stored name, shape)
-    skipped = 0
-    for name, handle in stored.items():
-        if name.startswith(OTHER_TOWERS):
-            skipped += 1
-            continue
-        part = handle.get_slice(name)
-        twice += [name] if canonical(name) in sources else []
-        sources[canonical(name)] = (handle, name, tuple(part.get_shape()), part.get_dtype())
-    if skipped and progress:
-        tqdm.write(f"{path}: skipped {skipped} tensors of the vision towers", file=sys.stderr)
-
-    hold_packed(model, sources)
-    hold_scales(model, sources)
-    wanted = {name: tuple(view.shape) for name, view in model.published().items()}
-    inert = {f"model.layers.{model.cfg.num_hidden_layers}.{n}" for n in INERT} & wanted.keys() if model.mtp else set()
-    copies = {n: tuple(w.shape) for n, w in copy_names(model).items() if n in sources or f"{n}_packed" in sources}
-    plan, missing, misshaped = [], [], []  # plan: (canonical name, the sources that fill it)
-    for name, shape in (wanted | copies).items():
-        pair = [f"{name}_packed", f"{name}_scale"]
-        names = pair if name not in sources and all(n in sources for n in pair) else [name]
-        if name in sources or names is pair:
-            plan.append((name, [sources.pop(n) for n in names]))
-            misshaped += _faults(name, shape, plan[-1][1], model.cfg.kda_heads)
-        elif name not in inert:
-            missing.append(name)
-    faults = _listing("missing", missing, "; ") + _listing("unexpected", [s[1] for s in sources.values()], "; ")
-    faults += _listing("misshaped", misshaped, "; ") + _listing("present in two spellings", twice, "; ")
-    if faults:
-        raise ValueError(f"{path}: the tensors do not match config.json: {faults.rstrip('; ')}")
-
-    model.to_empty(device=device)
+    plan = plan_load(model, path, progress)
+    # What to_empty does; but its empty_like of a meta tensor imports sympy and half of PyTorch's compiler.
+    model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
     if model.cfg.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
-    for name in inert - {name for name, _ in plan}:
-        nn.init.zeros_(model.published()[name])
     views, copies = model.published(), copy_names(model)
     with (
         torch.no_grad(),
@@ -128,10 +145,12 @@ def load(model, path, device="cpu", progress=True):
     ):
         for name, got in plan:
             tensors = [handle.get_tensor(stored_name) for handle, stored_name, _, _ in got]
-            if got[-1][1].endswith("_scale") and (tensors[-1] == 255).any():
+            if got and got[-1][1].endswith("_scale") and (tensors[-1] == 255).any():
                 raise ValueError(f"{path}: {got[-1][1]} has a scale byte 255 (NaN); the file is damaged")
-            tensor = tensors[0] if len(tensors) == 1 else mxfp4_unpack(*tensors, torch.get_default_dtype())
-            if name in copies:
+            tensor = mxfp4_unpack(*tensors, torch.get_default_dtype()) if len(tensors) == 2 else [*tensors, None][0]
+            if tensor is None:
+                views[name].zero_()
+            elif name in copies:
                 attach_copy(model, path, name, copies[name], tensor)
             else:
                 fill(name, views[name], tensor)
@@ -139,7 +158,68 @@ def load(model, path, device="cpu", progress=True):
     return model
 
 
+def plan_load(model, path, progress):
+    """-> [(canonical name, the sources that fill it)], a source being (file, stored name, shape, dtype): one; the two
+    of an MXFP4 pair; none for an inert tensor that is not there. Fits the model to what is there: what stays packed,
+    FP8 scales, the MTP layer. Nothing is read but headers, and no views are made: K3 has half a million tensors."""
+    stored, ignored = open_shards(path)
+    sources, towers, twice = {}, 0, []
+    for name, handle in stored.items():
+        if name.startswith(OTHER_TOWERS):
+            towers += 1
+            continue
+        known, part = canonical(name), handle.get_slice(name)
+        twice += [name] if known in sources else []
+        sources[known] = (handle, name, tuple(part.get_shape()), part.get_dtype())
+    said = [f"skipped {_listing(f'tensors or files that {INDEX} does not name', ignored)}"] if ignored else []
+    said += [f"skipped {towers} tensors of the vision towers"] if towers else []
+    said += settle_mtp(model, sources)
+    for line in said if progress else ():
+        tqdm.write(f"{path}: {line}", file=sys.stderr)
+
+    hold_packed(model, sources)
+    hold_scales(model, sources)
+    wanted = model.published().shapes()
+    inert = {f"model.layers.{model.cfg.num_hidden_layers}.{n}" for n in INERT} if model.mtp else ()
+    wanted |= {n: tuple(w.shape) for n, w in copy_names(model).items() if n in sources or f"{n}_packed" in sources}
+    plan, missing, misshaped, heads = [], [], [], model.cfg.kda_heads
+    for name, shape in wanted.items():
+        got = ()  # tuples: the garbage collector need not walk over half a million lists again and again
+        if name in sources:
+            got = (sources.pop(name),)
+        elif f"{name}_packed" in sources and f"{name}_scale" in sources:
+            got = (sources.pop(f"{name}_packed"), sources.pop(f"{name}_scale"))
+        elif name not in inert:
+            missing.append(name)
+        misshaped += _faults(name, shape, got, heads)
+        plan.append((name, got))
+    faults = _listing("missing", missing, "; ") + _listing("unexpected", [s[1] for s in sources.values()], "; ")
+    faults += _listing("misshaped", misshaped, "; ") + _listing("present in two spellings", twice, "; ")
+    if faults:
+        faults += _listing(f"skipped, as {INDEX} does not name them", ignored)
+        raise ValueError(f"{path}: the tensors do not match config.json: {faults.rstrip('; ')}")
+    return plan
+
+
 INERT = [f"{mix}_{part}.weight" for mix in ("self_attention_res", "mlp_res") for part in ("norm", "proj")]
+
+
+def settle_mtp(model, sources):
+    """The tensors decide whether there is an MTP layer, where config.json says otherwise -> [what is to be said]."""
+    cfg = model.cfg
+    at = f"model.layers.{cfg.num_hidden_layers}."
+    mine = [name for name in sources if name.startswith(at)]
+    if not model.mtp and any(name.startswith(tuple(at + own for own in MTP_ONLY)) for name in mine):
+        for name in mine:
+            del sources[name]
+        return [f"skipped {len(mine)} tensors of the MTP layer: num_nextn_predict_layers is 0"]
+    if model.mtp and not mine:
+        model.mtp, cfg.num_nextn_predict_layers = None, 0
+        return ["loads without the MTP layer: num_nextn_predict_layers is 1, but there are no tensors of it"]
+    return []
+
+
+MTP_ONLY = ("enorm.", "hnorm.", "eh_proj.", "shared_head.")  # what marks one layer more as the MTP layer
 
 
 def hold_packed(model, sources):
@@ -194,6 +274,8 @@ def _faults(name, shape, sources, heads):
     plain = len(sources) == 1
     kinds = ("U8",) if not plain or name.endswith(("_packed", "_scale")) else FLOATS
     if plain:
+        if sources[0][2] == shape and sources[0][3] in kinds:
+            return []
         shapes = [shape]
     else:
         divisible = len(shape) == 2 and shape[1] % GROUP == 0
@@ -201,7 +283,7 @@ def _faults(name, shape, sources, heads):
     return [
         f"{stored_name} ({dtype} {list(have)}, expected {want if isinstance(want, str) else list(want)})"
         for want, (_, stored_name, have, dtype) in zip(shapes, sources)
-        if dtype not in kinds or not _fits(name, have, want, heads)
+        if dtype not in kinds or have != want and not _fits(name, have, want, heads)
     ]
 
 
@@ -286,7 +368,7 @@ def tensors_to_write(model, mxfp4=None, mtp_copies=True):
             ("shared_head.head", model.mtp.head, model.lm_head),
         ):
             if own is not None or mtp_copies:
-                views[f"{at}{name}.weight"] = (own or main).weight
+                views.held[f"{at}{name}.weight"] = (own or main).weight
     for name, view in views.items():
         if mxfp4 and EXPERT.search(name):
             yield from zip((f"{prefix}{name}_packed", f"{prefix}{name}_scale"), mxfp4_pack(view.detach()))

@@ -91,21 +91,21 @@ class K3Config:
 
     @classmethod
     def from_json(cls, path):
-        """Reads a config.json (or its folder), wrapped in `text_config` or flat. ValueError: not a K3-family model."""
-        path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        """Reads a config.json, wrapped in `text_config` or flat; or its folder, where generation_config.json may name
+        further end ids. ValueError: not a K3-family model."""
+        folder = Path(path) if Path(path).is_dir() else None
+        path = folder / "config.json" if folder else Path(path)
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path}: no config.json there; a checkpoint folder holds one beside its safetensors"
             )
-        try:
-            top = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as e:
-            raise ValueError(f"{path}: not valid JSON ({e})") from None
-        if not isinstance(top, dict):
-            raise ValueError(f"{path}: holds a {type(top).__name__}, not a configuration")
+        top = read_object(path)
         text = top.get("text_config") or top
         if not isinstance(text, dict):
             raise ValueError(f"{path}: text_config holds a {type(text).__name__}, not a configuration")
+        outer = {name: top.get(name) for name in OUTER if text.get(name) is None}  # where a wrapped config may have it
+        outer["max_position_embeddings"] = text.get("max_position_embeddings") or text.get("model_max_length")
+        text = text | outer
         values, missing = {}, []
         for f in dataclasses.fields(cls):
             value = text.get(f.name)
@@ -118,7 +118,11 @@ class K3Config:
             raise ValueError(
                 f"{path}: no {', '.join(missing)} in the configuration; is this a Kimi K3 or Kimi-Linear checkpoint?"
             )
-        values["model_type"] = "kimi_linear" if text is top else "kimi_k3"
+        values["model_type"] = "kimi_k3" if top.get("text_config") else "kimi_linear"
+        if folder:
+            known, ids = values["eos_token_id"], end_ids(generation_config(folder).get("eos_token_id"))
+            more = [id for id in ids if id not in end_ids(known)]
+            values["eos_token_id"] = end_ids(known) + more if more else known
         quant = text.get("quantization_config") or top.get("quantization_config")
         if quant:
             kind = [quant.get(k) for k in ("quant_method", "format")] if isinstance(quant, dict) else quant
@@ -147,6 +151,8 @@ class K3Config:
             value, kinds = getattr(self, f.name), tuple(k for k in TYPES if k.__name__ in str(f.type))
             kinds += (int,) if float in kinds else (type(None),) if "None" in str(f.type) else ()
             need(isinstance(value, kinds), f"{f.name} is {value!r}, not {' or '.join(k.__name__ for k in kinds)}")
+        ids = end_ids(self.eos_token_id)
+        need(all(type(id) is int for id in ids), f"eos_token_id is {ids}, not a list of ids")
         L, linear = self.num_hidden_layers, self.linear_attn_config
         need(
             self.hidden_act in ("situ", "silu"),
@@ -209,7 +215,7 @@ class K3Config:
     @property
     def eos_ids(self):
         """The ids that end a text, as a set."""
-        return set(self.eos_token_id) if isinstance(self.eos_token_id, list) else {self.eos_token_id} - {None}
+        return set(end_ids(self.eos_token_id))
 
     def is_moe(self, layer):
         """Whether the feed-forward part of this layer (0-based) is MoE; the MTP layer, one past the last, always is."""
@@ -217,6 +223,33 @@ class K3Config:
         return bool(self.num_experts) and (main or layer == self.num_hidden_layers)
 
 
+def end_ids(value):
+    """An eos_token_id (an id, a list, or None) as a list."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def generation_config(folder):
+    """The folder's generation_config.json as a dict, {} where there is none. ValueError: malformed."""
+    path = Path(folder) / "generation_config.json"
+    found = read_object(path) if path.is_file() else {}
+    if not all(type(id) is int for id in end_ids(found.get("eos_token_id"))):
+        raise ValueError(f"{path}: eos_token_id is {found['eos_token_id']!r:.80}, neither an id nor a list of ids")
+    return found
+
+
+def read_object(path):
+    """path: Path of a JSON file -> the dict in it, or a ValueError that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path}: not valid JSON ({e})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds a {type(value).__name__}, not a configuration")
+    return value
+
+
+# Fields that a wrapped config may have at its top level instead of in text_config.
+OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
 TYPES = (bool, int, float, str, list, dict)
 # What an absent, null or false field means where that is not off, zero or none.
 OFF = {"num_expert_group": 1, "topk_group": 1, "moe_layer_freq": 1, "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-5}

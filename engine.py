@@ -12,11 +12,9 @@ happens whole or not at all: the model may fail or be interrupted, what comes be
 import contextlib
 import itertools
 import random
-import signal
-import threading
+import sys
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -29,26 +27,13 @@ from model import K3
 from prefix import PrefixCache
 from runner import Runner
 from sampling import SamplingParams
-from scheduler import Request, Scheduler, Snapshots, Status
+from scheduler import Output, Request, Scheduler, Snapshots, Status, uninterrupted
 from tokenizer import TextStream, Tokenizer
 
 TINY = Path(__file__).resolve().parent / "tiny"  # the model that is run when none is named
 CPU_POOL_BYTES = 256 << 20
 GPU_POOL_SHARE = 0.8  # of the memory that is free once the model is loaded; the rest is for activations
 RATE_SECONDS = 10.0  # over how long the speeds in `stats` are taken
-
-
-@dataclass
-class Output:
-    """An answer; it grows in place while its request runs. finish_reason: None, "stop", "length", "abort", "error"."""
-
-    rid: int
-    prompt_tokens: int
-    text: str = ""
-    token_ids: list = field(default_factory=list)  # with the id that ended it, if one did
-    finish_reason: str | None = None
-    cached_tokens: int = 0
-    logprobs: list | None = None  # a dict {id: log-probability} per token: the chosen one first, then the likeliest
 
 
 class Engine:
@@ -65,25 +50,12 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model=TINY,
-        device=None,
-        dtype=None,
-        num_pages=None,
-        max_batch=64,
-        prefill_chunk=None,
-        draft_tokens=0,
-        kernels="auto",
-        tokenizer=None,
-        prefix_cache=True,
-        snapshots=Snapshots(),  # noqa: B008 (frozen)
-        host_pages=0,
-        kv_dtype=None,
-        graphs=None,
-        short_share=0.25,
-    ):
+        self, model=TINY, device=None, dtype=None, num_pages=None, max_batch=64, prefill_chunk=None, draft_tokens=0,
+        kernels="auto", tokenizer=None, prefix_cache=True, snapshots=Snapshots(), host_pages=0,  # noqa: B008 (frozen)
+        kv_dtype=None, graphs=None, short_share=0.25,
+    ):  # fmt: skip
         snapshots, host_pages = snapshots or Snapshots(False, False, 0, 0), host_pages or 0
-        _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, host_pages, kv_dtype, kernels, short_share)
+        _check(num_pages, max_batch, prefill_chunk, draft_tokens, host_pages, kv_dtype, kernels, short_share)
         with registry.use(kernels):
             registry.current()  # all that is asked for exists
         if isinstance(model, (str, Path)):
@@ -242,7 +214,7 @@ class Engine:
         n = len(ids)
         limit = min(params.max_tokens, max(min(self.cfg.max_position_embeddings, self._room()) - n, 0) + 1)
         out = Output(self._next_rid, n, logprobs=None if params.logprobs is None else [])
-        text = TextStream(self.tokenizer, params.stop) if self.tokenizer else None
+        text = TextStream(self.tokenizer, params.stop, ids) if self.tokenizer else None
         seed = random.getrandbits(63) if params.seed is None else params.seed
         self._next_rid += 1
         self.waiting.append(Request(out, ids, params, limit, text, seed))
@@ -360,9 +332,10 @@ class Engine:
         ran with its calls."""
         pool, cache, host, scheduler = self.pool, self.cache, self.cache.host, self.scheduler
         cache.settle()
-        pages, state = (np.unique(np.concatenate([[], *(getattr(r, x) for r in self.running)])) for x in HOLDERS)
+        held = [[r.pages for r in self.running], [r.state for r in self.running]]
+        held = [np.unique(np.concatenate([[], *pages])).size for pages in held]
         stats = {"pages": pool.num_pages, "pages_free": pool.free_pages, "page_tokens": pool.page_size}
-        stats |= {"pages_history": pages.size, "pages_state": state.size}
+        stats |= {"pages_history": held[0], "pages_state": held[1]}
         stats |= {"pages_cached": pool.num_pages - pool.free_pages - pool.live_pages}
         stats |= {"host_pages": host.num_pages if host else 0}
         stats |= {"host_pages_used": host.num_pages - host.free_pages if host else 0}
@@ -378,44 +351,27 @@ class Engine:
         return stats | self.runner.stats | {"backends": backends}
 
 
-HOLDERS = "pages", "state"  # of a request
-
-
-@contextlib.contextmanager
-def uninterrupted():
-    """Ctrl-C in the block is raised at its end: pages, requests and the tree change together or not at all."""
-    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
-        yield  # no Ctrl-C arrives here
-        return
-    came = []
-    usual = signal.signal(signal.SIGINT, lambda *args: came.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
-        if came:
-            usual(*came[0])
-
-
 def _are_integers(ids):
     """Whether an array of objects holds nothing but integers, some too large for int64."""
     return ids.dtype == object and all(isinstance(i, int) for i in ids)
 
 
-def _check_options(num_pages, max_batch, prefill_chunk, draft_tokens, host_pages, kv_dtype, kernels, short_share):
+def _check(num_pages, max_batch, prefill_chunk, draft_tokens, host_pages, kv_dtype, kernels, short_share):
+    def need(ok, what):
+        if not ok:
+            raise ValueError(what)
+
+    whole = lambda value, least: isinstance(value, int) and value >= least
     for name, value in (("num_pages", num_pages), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
-        if not (value is None and name != "max_batch") and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} is {value!r}; it must be at least 1")
-    if draft_tokens:
-        raise ValueError(f"draft_tokens is {draft_tokens}; speculative decoding is not built yet, use 0")
-    if not isinstance(host_pages, int) or host_pages < 0:
-        raise ValueError(f"host_pages is {host_pages!r}; it must be 0 or more")
-    if kv_dtype not in (None, "fp8"):
-        raise ValueError(f"kv_dtype is {kv_dtype!r}; None (the model's dtype) and 'fp8' are supported")
-    if not isinstance(kernels, str):
-        raise ValueError(f"kernels is {kernels!r}; give 'auto' or 'op=backend,...', and functions by kernels.use(...)")
-    if not isinstance(short_share, (int, float)) or not 0 <= short_share < 1:
-        raise ValueError(f"short_share is {short_share!r}; it must be 0 or more, and below 1")
+        derived = value is None and name != "max_batch"
+        need(derived or whole(value, 1), f"{name} is {value!r}; it must be at least 1")
+    need(not draft_tokens, f"draft_tokens is {draft_tokens}; speculative decoding is not built yet, use 0")
+    need(whole(host_pages, 0), f"host_pages is {host_pages!r}; it must be 0 or more")
+    need(kv_dtype in (None, "fp8"), f"kv_dtype is {kv_dtype!r}; None (the model's dtype) and 'fp8' are supported")
+    what = f"kernels is {kernels!r}; give 'auto' or 'op=backend,...', and functions by kernels.use(...)"
+    need(isinstance(kernels, str), what)
+    share = isinstance(short_share, (int, float)) and 0 <= short_share < 1
+    need(share, f"short_share is {short_share!r}; it must be 0 or more, and below 1")
 
 
 def _pick_device(device):
@@ -438,6 +394,8 @@ def _pick_dtype(dtype, device):
 
 
 if __name__ == "__main__":
+    sys.modules["engine"] = sys.modules[__name__]  # the command line finds this module, not a second one
+
     from cli import main
 
     raise SystemExit(main())

@@ -119,6 +119,7 @@ def kda_chunked(q, k, v, g, beta, state):
     return torch.cat(out, dim=2)[:, :, :T].transpose(1, 2), state
 
 
+@kernels.op("kda_recurrence")
 def kda(q, k, v, g, beta, state):
     """Chooses the form: the recurrence for a few tokens, chunks for many. Shapes as `kda_recurrent`."""
     with no_autocast(q):
@@ -136,7 +137,7 @@ class Weights(NamedTuple):
     lower_bound: float | None
 
 
-def kda_mix(qkv, r, b, w, past, state, recurrence=kda):
+def kda_mix(qkv, r, b, w, past, state):
     """B sequences from raw projections: qkv [B, T, 3hd], r [B, T, hd], b [B, T, h], conv past [B, K-1, 3hd], state
     [B, h, d, d] -> o [B, T, h, d] before its norm, past, state.
     """
@@ -144,7 +145,7 @@ def kda_mix(qkv, r, b, w, past, state, recurrence=kda):
     qk, v = F.silu(y).unflatten(-1, (3, len(w.A_log), -1)).split([2, 1], dim=2)
     q, k = l2norm(qk).unbind(2)
     g = log_decay((r + w.dt_bias).unflatten(-1, q.shape[2:]), w.A_log, w.lower_bound)
-    o, state = recurrence(q * q.shape[-1] ** -0.5, k, v[:, :, 0], g, wide(b).sigmoid(), state)
+    o, state = kda(q * q.shape[-1] ** -0.5, k, v[:, :, 0], g, wide(b).sigmoid(), state)
     return o, past, state
 
 
@@ -165,8 +166,8 @@ def write_state(S, conv, dst, before, state):
     S[dst[real]], conv[dst[real]] = state[real].to(S.dtype), before[real].to(conv.dtype)
 
 
-@kernels.op("kda_prefill")
-def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part, recurrence=kda):
+@kernels.op("kda_prefill", parts=("kda_recurrence",))
+def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part):
     """Sequences of any lengths, in the page pool.
 
     qkv [N, 3hd], gate [N, hd], r [N, hd], b [N, h]: raw projections of the part's rows; S [pages, h, d, d],
@@ -176,13 +177,13 @@ def kda_prefill(qkv, gate, r, b, w, S, conv, src, dst, part, recurrence=kda):
     out = torch.empty_like(gate)
     for first, last, T, rows in part.runs:
         x = (t[rows].unflatten(0, (last - first, T)) for t in (qkv, r, b))
-        o, *new = kda_mix(*x, w, *read_state(S, conv, src[first:last], part.past[first:last]), recurrence)
+        o, *new = kda_mix(*x, w, *read_state(S, conv, src[first:last], part.past[first:last]))
         write_state(S, conv, dst[first:last], *new)
         out[rows] = gated_norm(o.flatten(0, 1), gate[rows], w)
     return out
 
 
-@kernels.op("kda_decode")
+@kernels.op("kda_decode", parts=("kda_recurrence",))
 def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
     """One token of each of B sequences, [B] int32 tokens after `past`; the rest as in `kda_prefill`. Rows whose dst is
     below 0 are padding: their output is anything, and they write nothing.
@@ -192,7 +193,7 @@ def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
     return gated_norm(o[:, 0], gate, w)
 
 
-@kernels.op("kda_verify")
+@kernels.op("kda_verify", parts=("kda_recurrence",))
 def kda_verify(qkv, gate, r, b, w, S, conv, src, past, T):
     """T drafted tokens of each of B sequences, rows [B T, .], as if accepted, but nothing is written: what they leave
     behind is `kda_commit`'s, once it is known how many are. -> o [B T, hd]; the rest as in `kda_decode`.
@@ -202,7 +203,7 @@ def kda_verify(qkv, gate, r, b, w, S, conv, src, past, T):
     return gated_norm(o.flatten(0, 1), gate, w)
 
 
-@kernels.op("kda_commit")
+@kernels.op("kda_commit", parts=("kda_recurrence",))
 def kda_commit(qkv, r, b, w, S, conv, src, dst, past, accepted, T):
     """Writes to dst the state after the first accepted[i] (int32 [B], at least 0, at most T) of the T tokens of each
     sequence i that `kda_verify` had; with none accepted that is the state of src.
@@ -224,20 +225,14 @@ class KDA(nn.Module):
         self.index, self.heads, self.dim = index, cfg.kda_heads, cfg.kda_head_dim
         self.lower_bound, self.full_rank_gate = cfg.gate_lower_bound, cfg.use_full_rank_gate
         inner = self.heads * self.dim
-        self.sizes = [
-            3 * inner,
-            inner if self.full_rank_gate else self.dim,
-            self.dim,
-            self.heads,
-        ]  # q|k|v, gate, f_a, b
+        gate = inner if self.full_rank_gate else self.dim
+        self.sizes = [3 * inner, gate, self.dim, self.heads]  # q|k|v, gate, f_a, b
         self.in_proj = Linear(cfg.hidden_size, sum(self.sizes))
         self.conv_weight = nn.Parameter(torch.empty(3 * inner, cfg.conv_kernel, dtype=wide_dtype()).uniform_(-0.5, 0.5))
         self.f_b_proj = Linear(self.dim, inner)
         if not self.full_rank_gate:
             self.g_b_proj = Linear(self.dim, inner)
-        self.A_log = nn.Parameter(
-            torch.zeros(cfg.A_log_size, dtype=wide_dtype())
-        )  # K3 pads it: the first `heads` values count
+        self.A_log = nn.Parameter(torch.zeros(cfg.A_log_size, dtype=wide_dtype()))  # padded: the first `heads` count
         self.dt_bias = nn.Parameter(torch.empty(inner, dtype=wide_dtype()).uniform_(-7, -1))
         self.o_norm = RMSNorm(self.dim, cfg.rms_norm_eps, dtype=wide_dtype())
         self.o_proj = Linear(inner, cfg.hidden_size)
@@ -248,6 +243,7 @@ class KDA(nn.Module):
         gate = gate if self.full_rank_gate else self.g_b_proj(gate)
         r, w = self.f_b_proj(f_a), self.weights()
         if batch.pool is None:
+            kernels.refuse("model(ids) has no pages; choose kda_recurrence", "kda_prefill", "kda_decode")
             rows = (t.unflatten(0, (batch.B, batch.T)) for t in (qkv, r, b))
             o, _, _ = kda_mix(*rows, w, *self.zero_state(batch.B, qkv))
             return self.o_proj(gated_norm(o.flatten(0, 1), gate, w).to(x.dtype))
@@ -262,10 +258,8 @@ class KDA(nn.Module):
         return self.o_proj(join(out))
 
     def weights(self):
-        lower = self.lower_bound
-        return Weights(
-            self.conv_weight, self.A_log[: self.heads], self.dt_bias, self.o_norm.weight, self.o_norm.eps, lower
-        )
+        A_log = self.A_log[: self.heads]
+        return Weights(self.conv_weight, A_log, self.dt_bias, *self.o_norm.weights(), self.lower_bound)
 
     def zero_state(self, B, like):
         """What a sequence starts from: conv inputs [B, K-1, 3*h*d] and recurrent state [B, h, d, d], all zero."""

@@ -1,5 +1,7 @@
 """What all layers share: Linear, RMSNorm, and the precision of what is kept wide in a narrow model."""
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,9 +24,17 @@ def join(parts):
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def randn(*shape, scale=1.0):
+    """Normal numbers times scale. On the meta device, where a model is only built to be loaded, nothing is drawn: that
+    would import PyTorch's compiler."""
+    w = torch.empty(shape)
+    return w if w.is_meta else w.normal_() * scale
+
+
 def no_autocast(x):
     """A context in which matrix products keep the dtype of their inputs (training runs under bf16 autocast)."""
-    return torch.autocast(x.device.type, enabled=False)
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 class Linear(nn.Linear):

@@ -26,6 +26,7 @@ FP8_SCALES = ("latent_scale", "key_scale")
 LATENT_EPS = 1e-6  # q_a_layernorm and kv_a_layernorm only; every other norm uses rms_norm_eps
 
 
+@kernels.op("mla_expanded")
 def mla_expanded(q, rows, W_kvb, mask, scale):
     """q [B, T, h, n+p], rows [B, L, r+p], W_kvb [h, n+v, r], mask [B, T, L] or None: causal -> [B, T, h, v]."""
     r = W_kvb.shape[-1]
@@ -113,7 +114,7 @@ def mla_decode(q, stored, rank, part, scale, row_scale):
     return attend_rows(q, rows, mask, rank, scale)
 
 
-@kernels.op("mla_prefill")
+@kernels.op("mla_prefill", parts=("mla_expanded",))
 def mla_prefill(q, W_kvb, stored, part, scale, row_scale):
     """Attention of chunks of any lengths, each over its sequence's rows in the pool, its own among them.
 
@@ -138,12 +139,8 @@ class MLA(nn.Module):
 
     def __init__(self, cfg, index):
         super().__init__()
-        self.index, self.heads, self.gated, self.q_rank = (
-            index,
-            cfg.num_attention_heads,
-            cfg.mla_use_output_gate,
-            cfg.q_lora_rank,
-        )
+        self.index, self.heads, self.q_rank = index, cfg.num_attention_heads, cfg.q_lora_rank
+        self.gated = cfg.mla_use_output_gate
         self.rank, self.pe, self.v_dim = cfg.kv_lora_rank, cfg.qk_rope_head_dim, cfg.v_head_dim
         self.qk_dim = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim
         q_out, inner = self.heads * self.qk_dim, self.heads * self.v_dim
@@ -165,6 +162,8 @@ class MLA(nn.Module):
         q = q.unflatten(-1, (self.heads, self.qk_dim))
         W_kvb, scale = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)), self.qk_dim**-0.5
         if batch.pool is None:
+            why = "model(ids) has no pages; choose mla_expanded"
+            kernels.refuse(why, "latent_write", "mla_decode", "mla_prefill")
             c, k_pe = kv.split([self.rank, self.pe], dim=-1)
             rows = torch.cat([self.kv_a_layernorm(c), k_pe], dim=-1)
             q, rows = (x.unflatten(0, (batch.B, batch.T)) for x in (q, rows))

@@ -19,7 +19,7 @@ from attnres import AttnRes, residual
 from cache import Batch
 from config import K3Config
 from kda import KDA
-from layers import Linear, RMSNorm, wide
+from layers import Linear, RMSNorm, randn, wide
 from mla import MLA
 from moe import MLP, MoE
 
@@ -114,7 +114,8 @@ class K3(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
+        size = cfg.vocab_size, cfg.hidden_size
+        self.embed_tokens = nn.Embedding(*size, _weight=randn(*size))
         self.layers = nn.ModuleList(
             DecoderLayer(cfg, n, bool(cfg.attn_res_block_size)) for n in range(cfg.num_hidden_layers)
         )
@@ -172,7 +173,8 @@ class K3(nn.Module):
         return (self.mtp_head(x), x) if return_hidden else self.mtp_head(x)
 
     def published(self):
-        """Published tensor name (without `language_model.`) -> the view of our weights: what is loaded and saved."""
+        """Published tensor name (without `language_model.`) -> the view of our weights: what is loaded and saved.
+        A mapping that makes each view when it is asked for (checkpoint.Views)."""
         names = {"model.embed_tokens.weight": self.embed_tokens.weight, "model.norm.weight": self.norm.weight}
         if not self.cfg.tie_word_embeddings:
             names["lm_head.weight"] = self.lm_head.weight
@@ -180,7 +182,7 @@ class K3(nn.Module):
             names |= {f"model.{n}": w for n, w in _published_mix("output_attn_res", self.output_attn_res).items()}
         for n, layer in enumerate([*self.layers, *([self.mtp] if self.mtp else [])]):
             names |= {f"model.layers.{n}.{name}": w for name, w in layer.published().items()}
-        return names
+        return checkpoint.Views(names)
 
     def decoder_layers(self):
         """(published prefix, layer) of every decoder layer, the MTP layer's last."""

@@ -11,7 +11,7 @@ layer.
 
 The routed experts are nearly all of the model's bytes. They stay packed in memory as MXFP4 (OCP Microscaling Formats
 v1.0): two 4-bit floats a byte and one power-of-two scale for 32 of them; only the experts that a batch uses are
-unpacked.
+unpacked. On a CPU all experts of a small model are unpacked once, and kept: at most UNPACKED bytes of a model.
 """
 
 import contextlib
@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from layers import Linear, RMSNorm, no_autocast, wide, wide_dtype
+from layers import Linear, RMSNorm, no_autocast, randn, wide, wide_dtype
 
 GROUP = 32  # inputs that share an MXFP4 scale
-TOGETHER = 8  # experts unpacked and multiplied at a time
+TOGETHER = 8  # experts unpacked at a time
+UNPACKED = 256 << 20  # bytes
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of the low three bits; bit 3 is the sign
 
 
@@ -58,9 +59,7 @@ def mxfp4_pack(w):
     if w.shape[-1] % GROUP or not w.isfinite().all():
         raise ValueError(f"MXFP4 packs finite rows of a multiple of {GROUP} values, not {tuple(w.shape)}")
     groups = w.double().unflatten(-1, (-1, GROUP))
-    mantissa, exponent = torch.frexp(
-        groups.abs().amax(-1)
-    )  # amax = mantissa 2^exponent with mantissa in [.5, 1), and 6 = .75 * 2^3
+    mantissa, exponent = torch.frexp(groups.abs().amax(-1))  # mantissa in [.5, 1); 6 = .75 * 2^3
     exponent = torch.where(mantissa > 0.75, exponent - 2, exponent - 3).clamp(-127, 127)
     magnitude = torch.ldexp(groups.abs(), -exponent[..., None]).clamp(max=6.0)
     table = torch.tensor(FP4, dtype=torch.float64, device=w.device)
@@ -92,13 +91,17 @@ def _tables(dtype, device):
 
 
 class Experts(nn.Module):
-    """E experts' matrices: `w13` [E, 2I, L] (gate rows, up rows) and `w2` [E, L, I], each float or packed MXFP4."""
+    """E experts' matrices: `w13` [E, 2I, L] (gate rows, up rows) and `w2` [E, L, I], each float or packed MXFP4.
 
-    def __init__(self, num, width, inner):
+    keep: bytes that may stay unpacked on a CPU. They are no part of the model's state, and follow its packed weights:
+    a change that PyTorch counts (not one through `.data`), or a move to another device, lets them go.
+    """
+
+    def __init__(self, num, width, inner, keep=0):
         super().__init__()
-        self.inner = inner
-        self.w13 = nn.Parameter(torch.randn(num, 2 * inner, width) * 0.5 * width**-0.5)
-        self.w2 = nn.Parameter(torch.randn(num, width, inner) * 0.5 * inner**-0.5)
+        self.inner, self.keep, self.values, self.unpacked = inner, keep, 3 * num * width * inner, {}
+        self.w13 = nn.Parameter(randn(num, 2 * inner, width, scale=0.5 * width**-0.5))
+        self.w2 = nn.Parameter(randn(num, width, inner, scale=0.5 * inner**-0.5))
 
     def set_packed(self, name, packed, scale):
         """Replaces the float matrix `name` by its packed form (buffers: packed weights are not trained)."""
@@ -109,62 +112,79 @@ class Experts(nn.Module):
     def is_packed(self, name):
         return getattr(self, name) is None
 
-    def weights(self, name, ids, dtype):
-        """The matrices of the experts ids [n] -> [n, out, in] in dtype."""
-        if self.is_packed(name):
-            packed, scale = getattr(self, f"{name}_packed"), getattr(self, f"{name}_scale")
-            return mxfp4_unpack(packed.index_select(0, ids), scale.index_select(0, ids), dtype)
-        return getattr(self, name).index_select(0, ids)
+    def matrices(self, name, ids, dtype):
+        """The matrices of the experts ids, [in, out] each, in dtype; packed ones one by one, as they are asked for."""
+        whole = self.whole(name, dtype)
+        if whole is not None:
+            matrices = whole.mT.unbind()
+            return [matrices[e] for e in ids]
+        packed, scale = getattr(self, f"{name}_packed"), getattr(self, f"{name}_scale")
+        groups = torch.tensor(ids, device=packed.device).split(TOGETHER)
+        return (w for at in groups for w in mxfp4_unpack(packed[at], scale[at], dtype).mT)
+
+    def whole(self, name, dtype):
+        """The matrices of all experts, [E, out, in]; None where they are packed, and not kept unpacked."""
+        if not self.is_packed(name):
+            return getattr(self, name).to(dtype)  # at once, where autocast would do it one by one
+        packed, scale = self._buffers[f"{name}_packed"], self._buffers[f"{name}_scale"]
+        room = packed.is_cpu and self.values * dtype.itemsize <= self.keep
+        if not room or torch.is_grad_enabled() or packed.is_inference():
+            return None
+        kept, now = self.unpacked.get(name), (packed._version, scale._version, dtype)
+        if kept is None or kept[0] is not packed or kept[1] is not scale or kept[2] != now:
+            kept = self.unpacked[name] = packed, scale, now, mxfp4_unpack(packed, scale, dtype)
+        return kept[3]
+
+    def _apply(self, *args, **kwargs):
+        self.unpacked.clear()
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self):
+        return self.__dict__ | {"unpacked": {}}
 
     def published(self):
-        """Published tensor name -> the view of a stacked tensor that holds it."""
+        """Published tensor name -> its shape. K3 has half a million of these: `view` makes the view of one."""
         names = {}
-        for name in ("w13", "w2"):
-            suffixes = ("_packed", "_scale") if self.is_packed(name) else ("",)
-            for suffix in suffixes:
-                for e, w in enumerate(getattr(self, name + suffix)):
-                    parts = {"w1": w[: self.inner], "w3": w[self.inner :]} if name == "w13" else {"w2": w}
-                    names |= {f"{e}.{part}.weight{suffix}": view for part, view in parts.items()}
+        for name, parts in ("w13", ("w1", "w3")), ("w2", ("w2",)):
+            for suffix in ("_packed", "_scale") if self.is_packed(name) else ("",):
+                for part in parts:
+                    shape = tuple(self.view(f"0.{part}.weight{suffix}").shape)
+                    names |= {f"{e}.{part}.weight{suffix}": shape for e in range(len(getattr(self, name + suffix)))}
         return names
+
+    def view(self, name):
+        """The view of a stacked tensor that holds a published one, as "3.w1.weight_packed". KeyError: not held so."""
+        e, part, kind = name.split(".")
+        stack = getattr(self, ("w2" if part == "w2" else "w13") + kind.removeprefix("weight"), None)
+        if stack is None:
+            raise KeyError(name)
+        return {"w1": stack[int(e), : self.inner], "w2": stack[int(e)], "w3": stack[int(e), self.inner :]}[part]
 
 
 @kernels.op("experts")
 def routed_experts(z, ids, weights, experts, cfg):
     """z [N, L], ids [N, k] int64, weights [N, k] float32 -> sum over the k chosen experts, [N, L] in z's dtype.
 
-    Rows are sorted by expert and padded to the longest in each group of TOGETHER experts, so that a group is two
-    batched products.
+    The choices are sorted by expert: each is one product of all its rows.
     """
     N, k = ids.shape
-    if N * k <= TOGETHER:  # a few choices: each takes its expert's matrices, and nothing is sorted
-        a, u = (experts.weights("w13", ids.flatten(), z.dtype) @ z.repeat_interleave(k, 0)[..., None])[..., 0].chunk(
-            2, -1
-        )
-        y = (experts.weights("w2", ids.flatten(), z.dtype) @ activation(a, u, cfg)[..., None])[..., 0]
-        return _combine(y, weights).to(z.dtype)
-    order = ids.flatten().argsort(stable=True)
-    counts = ids.flatten().bincount(minlength=cfg.num_experts)
-    starts = counts.cumsum(0) - counts
-    used = counts.argsort(descending=True, stable=True)[
-        : int((counts > 0).sum())
-    ]  # like counts together: little padding
-    y = z.new_empty(N * k, z.shape[1])
-    pieces, places = [], []
-    for group in used.split(TOGETHER):
-        column = torch.arange(int(counts[group[0]]), device=z.device)
-        real = column < counts[group, None]
-        rows = order[(starts[group, None] + column).clamp(max=N * k - 1)]  # which (token, choice), [g, longest]
-        a, u = (z[rows // k] @ experts.weights("w13", group, z.dtype).mT).chunk(2, dim=-1)
-        out = activation(a, u, cfg) @ experts.weights("w2", group, z.dtype).mT
-        pieces.append(out[real])
-        places.append(rows[real])
-    y = y.to(pieces[0].dtype).index_put((torch.cat(places),), torch.cat(pieces))
-    return _combine(y, weights).to(z.dtype)
+    if N == 1:
+        chosen, sizes, rows = ids[0].tolist(), [1] * k, z.expand(k, -1)
+    else:
+        order = ids.flatten().argsort(stable=True)  # the choices by expert, token by token
+        counts = ids.flatten().bincount(minlength=cfg.num_experts).tolist()
+        chosen, sizes = zip(*((e, n) for e, n in enumerate(counts) if n))
+        rows = z.index_select(0, order // k)
+    x = _products(rows, sizes, experts.matrices("w13", chosen, z.dtype))
+    y = _products(activation(*x.chunk(2, dim=-1), cfg), sizes, experts.matrices("w2", chosen, z.dtype))
+    if N > 1:
+        y = torch.empty_like(y).index_copy(0, order, y)
+    return (wide(y).view(N, k, -1) * weights[..., None]).sum(1).to(z.dtype)
 
 
-def _combine(y, weights):
-    """y [N * k, L], the choices' outputs; weights [N, k] -> their weighted sum [N, L], float32."""
-    return (wide(y.unflatten(0, weights.shape)) * weights[..., None]).sum(1)
+def _products(x, sizes, matrices):
+    """Neighbouring rows of x, so many each, times a matrix each, [in, out]."""
+    return torch.cat([torch.mm(rows, w) for rows, w in zip(x.split_with_sizes(sizes), matrices)])
 
 
 @kernels.op("moe_in")
@@ -172,9 +192,10 @@ def in_projection(x, weight, num_experts):
     """x [N, H], weight [E + F, H], the router's rows first -> its logits [N, E] float32, the rest x W^T [N, F]."""
     # The logits in float64, then rounded: a float32 product may give equal rows logits that differ in the last bit by
     # how many tokens run together, and ties (by id) would be decided by that.
+    router, others = weight.split_with_sizes([num_experts, len(weight) - num_experts])
     with no_autocast(x):
-        logits = F.linear(x.double(), weight[:num_experts].double()).to(wide(x[:0]).dtype)
-    return logits, F.linear(x, weight[num_experts:])
+        logits = F.linear(x.double(), router.double()).to(torch.promote_types(x.dtype, torch.float32))
+    return logits, F.linear(x, others)
 
 
 class Router(nn.Module):
@@ -200,10 +221,10 @@ def route(logits, bias, cfg):
     biased = p.detach() + bias
     if cfg.use_grouped_topk and cfg.num_expert_group > 1:
         groups = biased.unflatten(-1, (cfg.num_expert_group, -1))
-        best = top(groups, min(2, groups.shape[-1]))[0].sum(-1)
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, top(best, cfg.topk_group)[1], True)
+        best = groups.gather(-1, top(groups, min(2, groups.shape[-1]))).sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, top(best, cfg.topk_group), True)
         biased = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-    ids = top(biased, cfg.num_experts_per_token)[1]
+    ids = top(biased, cfg.num_experts_per_token)
     weights = p.gather(-1, ids)
     if cfg.moe_renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -211,9 +232,8 @@ def route(logits, bias, cfg):
 
 
 def top(x, k):
-    """The k largest along the last dim -> values, ids. Unlike torch.topk, equal values come in order of id."""
-    values, ids = x.sort(dim=-1, descending=True, stable=True)
-    return values[..., :k], ids[..., :k]
+    """The ids of the k largest along the last dim. Unlike torch.topk, equal values come in order of id."""
+    return x.sort(dim=-1, descending=True, stable=True)[1][..., :k]
 
 
 class MLP(nn.Module):
@@ -266,7 +286,9 @@ class MoE(nn.Module):
         self.sizes = [cfg.num_experts, self.latent or 0, shared, shared]  # router | latent | shared gate | shared up
         self.gate = Router(cfg)
         self.in_proj = Linear(cfg.hidden_size, sum(self.sizes))
-        self.experts = Experts(cfg.num_experts, self.latent or cfg.hidden_size, cfg.moe_intermediate_size)
+        layers = sum(cfg.is_moe(n) for n in range(cfg.num_hidden_layers + cfg.num_nextn_predict_layers))
+        width, inner = self.latent or cfg.hidden_size, cfg.moe_intermediate_size
+        self.experts = Experts(cfg.num_experts, width, inner, keep=UNPACKED // layers)
         if cfg.latent_moe_use_norm:
             self.routed_expert_norm = RMSNorm(self.latent or cfg.hidden_size, cfg.rms_norm_eps)
         if self.latent:
@@ -276,7 +298,7 @@ class MoE(nn.Module):
     def forward(self, x):
         """x [N, H] -> [N, H]."""
         logits, features = in_projection(x, self.in_proj.weight, self.cfg.num_experts)
-        z, shared = features.split([self.sizes[1], 2 * self.sizes[2]], dim=-1)
+        z, shared = features.split_with_sizes([self.sizes[1], 2 * self.sizes[2]], dim=-1)
         with beside(x) as join:
             shared = self.shared_down_proj(gated_act(shared, self.cfg)) if self.cfg.num_shared_experts else None
         y = routed_experts(z if self.latent else x, *self.gate(logits), self.experts, self.cfg)
@@ -288,7 +310,7 @@ class MoE(nn.Module):
         return y if shared is None else y + shared
 
     def published(self):
-        """Published tensor name -> the view of our fused and stacked weights that holds it."""
+        """Published tensor name -> the view of our fused weights that holds it; under "experts." all of its experts."""
         router, down, gate, up = self.in_proj.weight.split(self.sizes)
         names = {"gate.weight": router, "gate.e_score_correction_bias": self.gate.e_score_correction_bias}
         if self.latent:
@@ -301,4 +323,4 @@ class MoE(nn.Module):
         if self.cfg.num_shared_experts:
             shared = {"gate_proj": gate, "up_proj": up, "down_proj": self.shared_down_proj.weight}
             names |= {f"shared_experts.{name}.weight": w for name, w in shared.items()}
-        return names | {f"experts.{name}": w for name, w in self.experts.published().items()}
+        return names | {"experts.": self.experts}

@@ -33,20 +33,17 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self):
-        def need(ok, name, range_):
+        def need(ok, name, what):
             if not ok:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {range_}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {what}")
 
         def is_a(name, *types):
             return isinstance(getattr(self, name), types) and not isinstance(getattr(self, name), bool)
 
-        number, listed = (int, float), (tuple, list)
+        number, listed, most = (int, float), (tuple, list), sys.float_info.max
         need(is_a("max_tokens", int) and self.max_tokens >= 0, "max_tokens", "a whole number, 0 or more")
-        need(
-            is_a("temperature", *number) and 0 <= self.temperature <= sys.float_info.max,
-            "temperature",
-            "a number, 0 or more",
-        )
+        warm = is_a("temperature", *number) and 0 <= self.temperature <= most
+        need(warm, "temperature", "a number, 0 or more")
         need(is_a("top_k", int) and self.top_k >= 0, "top_k", "a whole number, 0 (all) or more")
         need(is_a("top_p", *number) and 0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
         need(is_a("min_p", *number) and 0 <= self.min_p <= 1, "min_p", "a number between 0 and 1")

@@ -11,9 +11,12 @@ one rank can plan for all.
 """
 
 import bisect
+import contextlib
 import itertools
+import signal
+import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -41,6 +44,19 @@ class Snapshots:
     def __post_init__(self):
         if any(not isinstance(n, int) or n < 0 for n in (self.every, self.branch)):
             raise ValueError(f"Snapshots.every is {self.every!r} and branch {self.branch!r}; both must be 0 or more")
+
+
+@dataclass
+class Output:
+    """An answer; it grows in place while its request runs. finish_reason: None, "stop", "length", "abort", "error"."""
+
+    rid: int
+    prompt_tokens: int
+    text: str = ""
+    token_ids: list = field(default_factory=list)  # with the id that ended it, if one did
+    finish_reason: str | None = None
+    cached_tokens: int = 0
+    logprobs: list | None = None  # a dict {id: log-probability} per token: the chosen one first, then the likeliest
 
 
 class Status(Enum):
@@ -371,3 +387,19 @@ class Scheduler:
         request.pages = request.state = np.empty(0, dtype=np.int64)
         self.running.remove(request)
         return freed
+
+
+@contextlib.contextmanager
+def uninterrupted():
+    """Ctrl-C in the block is raised at its end: pages, requests and the tree change together or not at all."""
+    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
+        yield  # no Ctrl-C arrives here
+        return
+    came = []
+    usual = signal.signal(signal.SIGINT, lambda *args: came.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if came:
+            usual(*came[0])

@@ -55,17 +55,22 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path) -> "Tokenizer":
-        """Load the folder `path` (str or Path): its tokenizer.json, or else its tiktoken.model.
+        """Load the folder `path` (str or Path): its tiktoken.model, or else its tokenizer.json.
 
         FileNotFoundError: no such folder, or neither file in it. ValueError: a file that is malformed or no byte-level
-        BPE, or a tiktoken.model while the tiktoken package is not installed.
+        BPE; two files that disagree on control ids; a tiktoken.model while the tiktoken package is not installed.
         """
         folder = Path(path)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder; give a folder with tokenizer.json or tiktoken.model")
-        for name, load in ("tokenizer.json", load_json), ("tiktoken.model", load_tiktoken):
-            if (folder / name).exists():
-                return cls(*load(folder / name))
+        exact, converted = folder / "tiktoken.model", folder / "tokenizer.json"
+        if exact.exists():
+            tokens, control, encode = load_tiktoken(exact)
+            if converted.exists():
+                check_converted(converted, control)
+            return cls(tokens, control, encode)
+        if converted.exists():
+            return cls(*load_json(converted))
         raise FileNotFoundError(f"{folder}: no tokenizer.json and no tiktoken.model; copy one from the checkpoint")
 
     def encode(self, text, control=()) -> list[int]:
@@ -94,9 +99,9 @@ class Tokenizer:
         stream = self.stream()
         return "".join([stream.push(id) for id in ids]) + stream.flush()
 
-    def stream(self) -> "StreamDecoder":
-        """A decoder to push ids into one by one as they are sampled."""
-        return StreamDecoder(self)
+    def stream(self, before=()) -> "StreamDecoder":
+        """A decoder to push ids into one by one as they are sampled. before: the ids of the prompt, see there."""
+        return StreamDecoder(self, before)
 
     def token_bytes(self, id) -> bytes:
         """What one id stands for (a control id: its name in UTF-8). ValueError: an id outside 0..vocab_size-1."""
@@ -109,26 +114,57 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decode ids one by one. All that push returned, then flush(), equals Tokenizer.decode of the same ids."""
+    """Decode ids one by one. All that push returned, then flush(), equals Tokenizer.decode of the same ids.
 
-    def __init__(self, tokenizer):
+    before: a sequence or array of ids that came before them. A character that these left unfinished may be completed
+    by what is pushed, and is then returned whole; where it is not, nothing is returned for it.
+    """
+
+    def __init__(self, tokenizer, before=()):
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._before = b""
+        for id in before[-3:]:  # a character has at most 4 bytes
+            self.push(id) if id < tokenizer.vocab_size else self.flush()
+        self._before = self._utf8.getstate()[0]  # the first bytes of a character
 
     def push(self, id) -> str:
         """The text that this id completes; bytes of an unfinished character wait. ValueError: an id out of range."""
-        data = self._tokenizer.token_bytes(id)
-        if operator.index(id) in self._tokenizer._tokens:
+        data, ordinary = self._tokenizer.token_bytes(id), operator.index(id) in self._tokenizer._tokens
+        if self._before:
+            self._forget(but=ordinary and _goes_on(self._before, data))
+        if ordinary:
             return self._utf8.decode(data)
         return self.flush() + data.decode()  # a control token ends what came before it, finished or not
 
     def flush(self) -> str:
         """What still waits: "", or U+FFFD for a character that was never finished."""
+        if self._before:
+            self._forget(but=False)
         return self._utf8.decode(b"", final=True)
+
+    def _forget(self, but):
+        """The prompt's unfinished character is dropped, but where the answer goes on with it."""
+        if not but:
+            self._utf8.reset()
+        self._before = b""
+
+
+def _goes_on(start, data):
+    """Whether data (bytes) goes on with the character that start begins."""
+    try:
+        (start + data[:1]).decode()
+    except UnicodeDecodeError as e:
+        return e.reason == "unexpected end of data"
+    return True
 
 
 def load_json(file):
-    """file: Path of a tokenizer.json -> the arguments of Tokenizer(). ValueError: not a byte-level BPE."""
+    """file: Path of a tokenizer.json -> the arguments of Tokenizer(). ValueError: not a byte-level BPE.
+
+    Its added tokens that are special become control tokens, but for single bytes, which are text whatever they are
+    called. The others are text: the package matches them, as lstrip, rstrip, single_word and normalized say.
+    """
     try:
         data = read_json(file)
         if not any('"type": "ByteLevel"' in json.dumps(data.get(key)) for key in ("pre_tokenizer", "normalizer")):
@@ -136,28 +172,52 @@ def load_json(file):
         model = data["model"]
         if "merges" not in model:
             raise ValueError(f"{file}: its model is {model.get('type')}, not BPE; only byte-level BPE is supported")
-        control = control_map(file, [(entry["id"], entry["content"]) for entry in data.get("added_tokens") or []])
-        # The package would match added tokens in user text. Once they are neither there nor in the vocabulary, no text,
-        # normalizer or template can make a control id. The other settings go because they change ids behind our back.
-        taken = set(control.values())
-        ordinary = {token: id for token, id in model["vocab"].items() if id not in taken}
-        model.update(vocab=ordinary, dropout=None)
-        data.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
+        vocab, added = model["vocab"], data.get("added_tokens") or []
+        named = control_map(file, [(entry["id"], entry["content"]) for entry in added])
+        special = {entry["content"] for entry in added if entry.get("special", True)}
+        matched = {name: id for name, id in named.items() if name not in special}
+        control = {n: id for n, id in named.items() if n in special and not (n in BYTE_OF and vocab.get(n) == id)}
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        made = {"".join(parts): parts for parts in reversed(merges)}  # token -> what it is merged from, first of all
+
+        # No text, normalizer or template can make a control id: the package does not match them; one that is not merged
+        # leaves the vocabulary, one that is may be merged further, and is taken apart where it remains.
+        ids = set(control.values())
+        ordinary = {t: id for t, id in vocab.items() if id not in ids or (control.get(t) == id and t in made)}
         tokens = {id: from_byte_level(token) for token, id in ordinary.items()}
         if len(tokens) < len(ordinary):
             raise ValueError(f"{file}: two tokens of the vocabulary have the same id")
+        for name, id in matched.items():
+            if ordinary.get(name, id) != id or (name not in ordinary and id in tokens):
+                raise ValueError(f"{file}: added token {name!r} has id {id}, but the vocabulary has another there")
         check_bytes(file, tokens.values())
-        for merge in model["merges"]:  # checked here: the package panics where a merge has no token
-            parts = merge.split(" ") if isinstance(merge, str) else merge
+        for merge, parts in zip(model["merges"], merges):  # the package panics where a merge has no token
             for token in {*parts, "".join(parts)} - ordinary.keys():
                 raise ValueError(f"{file}: merge {merge!r} needs {token!r}, which is not an ordinary token")
+        # The package numbers added tokens itself, after the vocabulary: so that has no gaps while it works.
+        model.update(vocab={token: n for n, token in enumerate(ordinary)}, dropout=None)
+        data.update(post_processor=None, truncation=None, padding=None)  # these would change ids behind our back
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{file}: not laid out as a tokenizer.json ({type(e).__name__}: {e})") from None
     try:
         bpe = tokenizers.Tokenizer.from_str(json.dumps(data))
     except Exception as e:  # noqa: BLE001 (the package raises no narrower one)
         raise ValueError(f"{file}: cannot be built by the tokenizers package: {e}") from None
-    return tokens, control, lambda text: bpe.encode(text, add_special_tokens=False).ids
+
+    bpe.encode_special_tokens = True  # the package's way of not matching them
+
+    def apart(token):
+        return [id for part in made[token] for id in apart(part)] if ordinary[token] in ids else [ordinary[token]]
+
+    ids_of = {n: apart(token) for n, token in enumerate(ordinary)}  # the package's number -> ids
+    for name, id in matched.items():
+        n = bpe.token_to_id(name)
+        ids_of[n], tokens[id] = [id], from_byte_level(bpe.id_to_token(n))  # newer packages normalize the name
+
+    def encode(text):
+        return [id for n in bpe.encode(text, add_special_tokens=False).ids for id in ids_of[n]]
+
+    return tokens, control, encode
 
 
 def load_tiktoken(file):
@@ -200,6 +260,27 @@ def load_tiktoken(file):
     bpe = tiktoken.Encoding("k3", pat_str="|".join(SPLIT_PATTERN), mergeable_ranks=ranks, special_tokens={})
     tokens = {rank: token for token, rank in ranks.items()}
     return tokens, control, lambda text: [id for run in cut_space_runs(text) for id in bpe.encode_ordinary(run)]
+
+
+def check_converted(file, control):
+    """ValueError where the control tokens of a tokenizer.json are others than those of the tiktoken.model beside it.
+
+    control: {name: id} of the tiktoken.model. A name for a slot that has none there is no contradiction.
+    """
+    try:
+        added = [(e["content"], e["id"], e.get("special", True)) for e in read_json(file).get("added_tokens") or []]
+        names, wrong = {id: name for name, id in control.items()}, []
+        for name, id, special in added:
+            own = names.get(id, "an ordinary token" if special else name)
+            if control.get(name, id) != id or own not in (name, reserved(id)):
+                wrong.append(f"{id} is {name!r} here and {own!r} there")
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{file}: not laid out as a tokenizer.json ({type(e).__name__}: {e})") from None
+    if wrong:
+        raise ValueError(
+            f"{file}: disagrees with tiktoken.model, which is exact, on {len(wrong)} control ids: {wrong[0]}; "
+            "remove this file, or the other if it is not this checkpoint's"
+        )
 
 
 def cut_space_runs(text):
@@ -248,10 +329,10 @@ def read_json(file):
 
 
 class TextStream:
-    """Turns ids into text and watches for stop strings; what may be the start of one is held back."""
+    """Turns ids into text and watches for stop strings; what may be the start of one is held back. prompt: its ids."""
 
-    def __init__(self, tokenizer, stop):
-        self.decoder, self.vocab_size = tokenizer.stream(), tokenizer.vocab_size
+    def __init__(self, tokenizer, stop, prompt=()):
+        self.decoder, self.vocab_size = tokenizer.stream(prompt), tokenizer.vocab_size
         self.stop, self.held = stop, ""
 
     def push(self, token):

@@ -4,13 +4,13 @@
     python train.py --resume --out out                goes on from out/train.pt, with its settings
     python evaluate.py out --val val.txt              bits per byte; tokens per cycle of draft and verify
 
-Parts of a run: the main model and the MTP layer learn together; then MTP no longer pulls at the main model, and experts
-are trained as the MXFP4 they will be stored in, while the learning rate falls to 0; then the main model is frozen and
-the MTP layer learns to say what it would say. So nothing is left to quantize or to distill at the end.
+Parts of a run: the main model learns; then its experts are trained as the MXFP4 they will be stored in, while the
+learning rate falls to 0; then it is frozen, and the MTP layer learns to say what it would say. So nothing is left to
+quantize or to distill at the end. On a GPU a step is one CUDA graph, and the larger ops are compiled.
 """
 
 import argparse
-import itertools
+import functools
 import json
 import math
 import os
@@ -29,9 +29,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 from tqdm import tqdm
 
+import kernels
 import moe
 from evaluate import PARAGRAPH, bits_per_byte, encode, evaluate, read
 from model import K3, K3Config
+from optim import Graphed, fast_ops, make_optimizers, quantize
 from tokenizer import CONTROL_SLOTS, SPLIT_PATTERN, Tokenizer
 
 # ---------------------------------------------------------------- settings: each is a flag too, as --quant-from
@@ -44,7 +46,8 @@ CARD_DATA = ""  # a sentence about the data, for the model card
 STEPS = 400  # optimizer steps
 BATCH = 64  # sequences a step
 SEQ = 512  # tokens a sequence
-LR = 2e-3  # peak learning rate of AdamW
+LR = 5e-3  # peak learning rate of Muon, for matrices
+ADAM_LR = 4e-3  # and of AdamW, for the rest: the embedding, the head, norms, gates, convolutions
 WARMUP = 60  # steps up to the peak
 DECAY = 0.4  # last fraction of the main model's steps, in which the rate falls linearly to 0
 WEIGHT_DECAY = 0.1  # of matrices; norms, biases, gates, convolutions and the embedding have none
@@ -53,11 +56,9 @@ CLIP = 1.0  # largest norm of the gradient
 BIAS_RATE = 1e-3  # by how much a step moves the router bias of an expert that is used too much or too little
 QUANT_FROM = 0.7  # fraction of the steps after which experts are rounded to MXFP4 in every forward pass
 DRAFT_STEPS = 3  # how many tokens the MTP layer learns to draft in a chain; 0: no MTP layer
-MTP_WEIGHT = 0.3  # weight of its loss beside the next-token loss
 MTP_DISTILL = True  # its targets are the main model's distributions, not the text: drafts count when that model agrees
-MTP_DETACH = 0.7  # fraction of the steps after which its loss no longer reaches the main model's layers
-MTP_ONLY = 0.15  # last fraction of the steps, in which the main model is frozen: cheap, and more drafts are accepted
-MTP_LR = 1e-3  # learning rate at the start of that part, falling linearly to 0
+MTP_ONLY = 0.25  # last fraction of the steps, in which the main model is frozen and the MTP layer learns
+MTP_LR = 5e-3  # learning rate of Muon at the start of that part, falling linearly to 0; AdamW's in proportion
 SEED = 1337  # of the weights and of the order of the data
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where to train and to measure
 DTYPE = "auto"  # of matrix products in training: bfloat16 on cuda, float32 elsewhere; weights are float32 always
@@ -73,7 +74,9 @@ MODEL |= {"num_attention_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 128}
 MODEL |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
 MODEL |= {"num_experts": 32, "num_experts_per_token": 4, "num_shared_experts": 2}
 MODEL |= {"moe_intermediate_size": 96, "routed_expert_hidden_size": 128}  # multiples of 32, for MXFP4
-KDA = {"num_heads": 3, "head_dim": 64, "short_conv_kernel_size": 4}  # in linear_attn_config
+LINEAR = {"num_heads": 3, "head_dim": 64, "short_conv_kernel_size": 4}  # in linear_attn_config
+
+SHARD_BYTES = 15 << 20  # of the files that are written
 
 # ---------------------------------------------------------------- data
 # offset of a control slot -> its name, as in the released tokenizer
@@ -116,7 +119,7 @@ def config(opt, vocab):
             raise ValueError(f"{name} is {getattr(opt, name)}; MXFP4 needs a multiple of {moe.GROUP}")
     layers = range(1, opt.num_hidden_layers + 1)
     full = [n for n in layers if n % 4 == 0 or n == len(layers)]
-    linear = {name: getattr(opt, name) for name in KDA} | {"use_full_rank_gate": True, "gate_lower_bound": -5.0}
+    linear = {name: getattr(opt, name) for name in LINEAR} | {"use_full_rank_gate": True, "gate_lower_bound": -5.0}
     linear |= {"full_attn_layers": full, "kda_layers": [n for n in layers if n not in full]}
     model = {name: getattr(opt, name) for name in MODEL} | {"num_nextn_predict_layers": int(opt.draft_steps > 0)}
     bos, end, pad = (vocab - CONTROL_SLOTS + i for i in (0, 2, 255))  # [BOS], <|end_of_msg|>, [PAD]
@@ -124,39 +127,12 @@ def config(opt, vocab):
     return K3Config(**model, **ids, linear_attn_config=linear)
 
 
-class FakeMXFP4(nn.Module):
-    """Parametrization: a float32 weight reads as what MXFP4 makes of it; its gradient passes straight through.
-
-    Equal to mxfp4_unpack(*mxfp4_pack(w)) for groups whose largest magnitude is 0 or at least 2^-124, and fast.
-    """
-
-    def forward(self, w):
-        """w [..., in] -> the same shape, rounded."""
-        with torch.no_grad():
-            groups = w.unflatten(-1, (-1, moe.GROUP))
-            # amax = 1.m 2^e: scale 2^(e-2), or twice that where 1.m > 1.5 (amax > 6 scale); read off the float's bits
-            bits = groups.abs().amax(-1, keepdim=True).view(torch.int32)
-            scale = ((((bits + 0x3FFFFF) >> 23) - 2).clamp(min=1) << 23).view(torch.float32)
-            x = groups / scale
-            gap = 0.5 * (1.0 + (x.abs() >= 2)) * (1.0 + (x.abs() >= 4))  # between neighbours in FP4: 0.5, 1, 2
-            rounded = ((x / gap).round() * gap * scale).flatten(-2)  # ties to even
-        return w + (rounded - w).detach()  # exactly `rounded`, which is 0 or within a factor of 2 of w
-
-
-def quantize(model, on):
-    """Puts FakeMXFP4 on all expert stacks, or takes it off and leaves the rounded values; same Parameter objects."""
-    for (_, experts), name in itertools.product(model.expert_stacks(), ("w13", "w2")):
-        if on and not parametrize.is_parametrized(experts, name):
-            parametrize.register_parametrization(experts, name, FakeMXFP4())
-        elif not on and parametrize.is_parametrized(experts, name):
-            parametrize.remove_parametrizations(experts, name, leave_parametrized=True)
-
-
 # ---------------------------------------------------------------- loss, optimizer, balance
 
 
-def losses(model, x, y, opt, detach=False, frozen=False):
-    """x, y [B, T] int64, y the token after each x -> next-token loss, MTP loss: 0-dim float32, nats per token.
+def losses(model, x, y, opt, frozen):
+    """x, y [B, T] int64, y the token after each x -> next-token loss, MTP loss: 0-dim float32, nats per token; the
+    second is 0 until the main model is frozen.
 
     Draft step j reads the x of step j-1 where the first reads h, so that the MTP layer learns to draft on from its own
     output. Row t of step j predicts y[t+j]. The MTP loss is the mean over the steps.
@@ -164,11 +140,12 @@ def losses(model, x, y, opt, detach=False, frozen=False):
     with torch.set_grad_enabled(not frozen):
         logits, hidden = model(x, return_hidden=True)
         loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-    target = logits.detach().softmax(-1) if opt.mtp_distill and opt.draft_steps else y
-    hidden, mtp = hidden.detach() if detach else hidden, torch.zeros_like(loss)
-    for j in range(1, opt.draft_steps + 1):
-        draft, hidden = model.mtp_logits(x[:, j - 1 :], hidden, return_hidden=True)
-        mtp = mtp + F.cross_entropy(draft.flatten(0, 1), target[:, j:].flatten(0, 1)) / opt.draft_steps
+    mtp = torch.zeros_like(loss)
+    if frozen:
+        target = logits.softmax(-1) if opt.mtp_distill else y
+        for j in range(1, opt.draft_steps + 1):
+            draft, hidden = model.mtp_logits(x[:, j - 1 :], hidden, return_hidden=True)
+            mtp = mtp + F.cross_entropy(draft.flatten(0, 1), target[:, j:].flatten(0, 1)) / opt.draft_steps
     return loss, mtp
 
 
@@ -178,16 +155,6 @@ def learning_rate(step, opt):
     if step >= end:
         return opt.mtp_lr * (opt.steps - step) / (opt.steps - end)
     return opt.lr * min(1, (step + 1) / max(1, opt.warmup), (end - step) / max(1, opt.decay * end))
-
-
-def make_optimizer(model, opt):
-    """AdamW over all parameters, with weight decay on matrices only."""
-    decayed, plain = [], []
-    for name, p in model.named_parameters():
-        matrix = p.ndim >= 2 and 1 not in p.shape and "conv" not in name and "embed" not in name
-        (decayed if matrix else plain).append(p)
-    groups = [{"params": decayed, "weight_decay": opt.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=opt.lr, betas=(0.9, 0.95), fused=decayed[0].is_cuda)
 
 
 def add_dropout(model, p):
@@ -220,7 +187,7 @@ def balance(layers, rate):
         layer.gate.load = torch.zeros_like(move)
         if layer.in_proj.weight.requires_grad:  # a frozen model keeps its choices
             layer.gate.e_score_correction_bias += move
-    return (loads / mean).max()
+    return (loads / mean).nan_to_num(1.0).max()  # the MTP layer's are 0 while it waits
 
 
 # ---------------------------------------------------------------- the loop
@@ -242,7 +209,7 @@ def train(opt):
 
     torch.manual_seed(opt.seed)
     model = K3(config(opt, tokenizer.vocab_size)).to(device).train()
-    optimizer, moes = make_optimizer(model, opt), [m for m in model.modules() if isinstance(m, moe.MoE)]
+    optimizers, moes = make_optimizers(model, opt), [m for m in model.modules() if isinstance(m, moe.MoE)]
     add_dropout(model, opt.dropout)
     for layer in moes:
         layer.gate.load = torch.zeros_like(layer.gate.e_score_correction_bias)
@@ -253,31 +220,37 @@ def train(opt):
         first, history, sums = saved["step"], saved["history"], saved["sums"]
         quantize(model, on=first - 1 >= opt.quant_from * opt.steps)  # before loading: it renames parameters
         model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        for optimizer, state in zip(optimizers, saved["optimizers"]):
+            optimizer.load_state_dict(state)
     half = opt.dtype == "bfloat16" or (opt.dtype == "auto" and device.type == "cuda")
     cast = torch.autocast(device.type, torch.bfloat16, enabled=half)
 
-    bar = tqdm(range(first, opt.steps), initial=first, total=opt.steps, unit=" steps")
-    clock, logged, bits = time.monotonic(), first, math.nan
-    for step in bar:
-        frozen = step >= opt.main_steps
-        if step >= opt.quant_from * opt.steps:
-            quantize(model, on=True)
-        for name, p in model.named_parameters() if frozen else ():
-            p.requires_grad &= name.startswith("mtp.")
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, opt)
-
-        x, y = batch(data, step, opt)
-        torch.manual_seed(opt.seed * 1_000_003 + step)  # dropout too depends on the step alone
-        with cast, parametrize.cached():  # cached: experts are rounded once a step, not at every use
-            loss, mtp = losses(model, x, y, opt, step >= opt.mtp_detach * opt.steps, frozen)
-        optimizer.zero_grad()
-        (mtp if frozen else loss + opt.mtp_weight * mtp).backward()
+    def update(x, y, frozen, fast):
+        # cached: experts are rounded once a step, not at every use
+        with cast, parametrize.cached(), kernels.use(**fast):
+            loss, mtp = losses(model, x, y, opt, frozen)
+        model.zero_grad()
+        (mtp if frozen else loss).backward()
         nn.utils.clip_grad_norm_(model.parameters(), opt.clip)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         # Sums stay on the device: to read them in every step would make the host wait for it.
-        sums += torch.stack([loss.detach(), mtp.detach(), balance(moes, opt.bias_rate)])
+        sums.add_(torch.stack([loss.detach(), mtp.detach(), balance(moes, opt.bias_rate)]))
+
+    bar = tqdm(range(first, opt.steps), initial=first, total=opt.steps, unit=" steps")
+    clock, logged, bits, phase = time.monotonic(), first, math.nan, None
+    for step in bar:
+        frozen, quantized = step >= opt.main_steps, step >= opt.quant_from * opt.steps
+        if phase != (frozen, quantized):
+            phase, fast = (frozen, quantized), fast_ops(device, frozen)
+            run = Graphed(functools.partial(update, frozen=frozen, fast=fast), device)
+            quantize(model, on=quantized)
+            for name, p in model.named_parameters():
+                p.requires_grad &= name.startswith("mtp.") or not frozen
+        for optimizer, peak in zip(optimizers, (opt.lr, opt.adam_lr)):
+            optimizer.param_groups[0]["lr"].fill_(learning_rate(step, opt) * peak / opt.lr)
+        torch.manual_seed(opt.seed * 1_000_003 + step)  # dropout too depends on the step alone
+        run(*batch(data, step, opt))
 
         done, last = step + 1, step + 1 == opt.steps
         measure = last or done % opt.eval_every == 0
@@ -300,7 +273,7 @@ def train(opt):
         late = opt.minutes and time.monotonic() - began > 60 * opt.minutes
         if last or late or done % opt.save_every == 0:
             state = {"step": done, "history": history, "sums": sums, "settings": vars(opt)}
-            state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state |= {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
             torch.save(state, out / "train.pt.part")
             os.replace(out / "train.pt.part", out / "train.pt")  # whole or not at all
             (out / "history.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
@@ -318,7 +291,7 @@ def export(model, out):
     quantize(model, on=False)
     with tempfile.TemporaryDirectory(dir=out) as tmp:
         model.save_pretrained(tmp, mxfp4=True, mtp_copies=False)
-        K3.from_pretrained(tmp, dtype=torch.bfloat16, progress=False).save_pretrained(out, mtp_copies=False)
+        K3.from_pretrained(tmp, torch.bfloat16, progress=False).save_pretrained(out, None, False, SHARD_BYTES)
 
 
 def plot(history, path):
@@ -364,7 +337,7 @@ def settings(argv):
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     constants = Path(__file__).read_text(encoding="utf-8").partition("# The model,")[0]
     help_ = dict(re.findall(r"^([A-Z_]+) = .*?  # (.*)$", constants, re.M))
-    defaults = {name.lower(): globals()[name] for name in help_} | MODEL | KDA
+    defaults = {name.lower(): globals()[name] for name in help_} | MODEL | LINEAR
     kinds = {bool: {"action": argparse.BooleanOptionalAction}, list: {"nargs": "+", "action": "extend"}}
     for name, value in defaults.items():
         kind = kinds.get(type(value), {"type": type(value), "metavar": type(value).__name__.upper()})
@@ -375,7 +348,7 @@ def settings(argv):
         file = Path(given.get("out", OUT)) / "train.pt"
         if not file.is_file():
             raise FileNotFoundError(f"{file}: nothing to resume; a run writes it every --save-every steps")
-        if given.keys() & (MODEL.keys() | KDA.keys() | {"bpe_size"}):
+        if given.keys() & (MODEL.keys() | LINEAR.keys() | {"bpe_size"}):
             raise ValueError("--resume: the sizes of the model are those of the run; leave their flags out")
         saved = torch.load(file, map_location="cpu", weights_only=True)["settings"] | {"minutes": MINUTES}
     shown = [Path(a).name if os.path.isabs(a) or os.path.exists(a) else a for a in argv]  # no folders of this machine

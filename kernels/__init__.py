@@ -2,15 +2,16 @@
 
 An op is declared where its PyTorch path is written, `@kernels.op("kda_decode")`; that function is the truth. The files
 of this folder implement it for other backends, `@kernels.implement("kda_decode", "triton", why_not)`: Triton kernels,
-and vendor libraries where they have the op. The backend is chosen call by call:
+vendor libraries where they have the op, and C for a few rows on a CPU. The backend is chosen call by call:
 
-    auto                          on a GPU the first implementation that takes these shapes, PyTorch on a CPU
+    auto                          the first implementation that takes these shapes, and is not slower; else PyTorch
     Engine(kernels=...)           "torch", "triton", or op by op: "kda_decode=triton,experts=torch"
     K3_KERNELS=...                the same, from the environment
     with kernels.use(...):        the same, and functions: use(kda_decode=my_function)
 
 A choice for one op is stronger than a choice for all; the innermost wins. What is asked for and cannot run is an error.
-Where autograd records, auto is PyTorch.
+Where autograd records, auto is PyTorch. An op may be part of another's PyTorch path, as the recurrence is of KDA's
+prefill: where it is chosen, the whole runs in PyTorch.
 """
 
 import contextlib
@@ -22,15 +23,20 @@ from collections import Counter
 import torch
 
 FILES = ("attnres", "dense", "kda", "kda_fla", "kda_step", "mla", "mla_prefill", "moe")
-PREFERENCE = ("gluon", "triton", "splitk", "cublas", "cudnn", "torch")  # auto tries them in order; others run by name
+PREFERENCE = ("gluon", "triton", "splitk", "cublas", "cudnn")  # on a GPU auto tries them in order; others run by name
+ANYWHERE = ("auto", "torch", "c")  # what needs no GPU
 counts = Counter()  # (op, backend) -> calls
 _events = Counter()
 _ops = {}  # op -> {backend: (function, why_not, slower)}
 _stack = []  # what `use` has put on: op, or "*" for all -> backend or function
+_memo = {}  # what that, and the environment when it was put on, mean for an op
 
 
-def op(name):
-    """Declares the decorated function as the PyTorch path of the op `name`; its first argument has the tensors."""
+def op(name, parts=()):
+    """Declares the decorated function as the PyTorch path of the op `name`; its first argument has the tensors.
+
+    parts: the ops that it calls.
+    """
 
     def declare(torch_path):
         implementations = _ops.setdefault(name, {})
@@ -38,7 +44,10 @@ def op(name):
 
         @functools.wraps(torch_path)
         def call(*args, **kwargs):
-            backend, function = _choose(name, implementations, args, kwargs)
+            wanted = _memo.get(name) if _stack else None
+            if wanted is None:
+                wanted = _memo[name] = _resolve(name, parts)
+            backend, function = wanted if type(wanted) is tuple else _choose(name, wanted, args, kwargs)
             counts[name, backend] += 1
             return function(*args, **kwargs)
 
@@ -67,10 +76,12 @@ def use(everything=None, /, beneath=False, **choices):
     for name, choice in choices.items():
         _known(name, "auto" if callable(choice) else choice)
     _stack.insert(0 if beneath else len(_stack), _parse(everything) | choices)
+    _memo.clear()
     try:
         yield
     finally:
         _stack.pop(0 if beneath else -1)
+        _memo.clear()
 
 
 def _parse(spec):
@@ -95,9 +106,9 @@ def interpreted():
 
 @functools.cache
 def load():
-    """Imports the files of this folder, where there is Triton."""
+    """Imports the files of this folder, where there is Triton: not before one of them may run, for that takes time."""
     if importlib.util.find_spec("triton") is not None:
-        for file in FILES:
+        for file in ("interpreter", *FILES) if interpreted() else FILES:
             importlib.import_module(f"kernels.{file}")
         _listen(importlib.import_module("triton").knobs.compilation)
 
@@ -118,39 +129,60 @@ def _listen(knobs):
     knobs.listener = listener
 
 
+def refuse(why, *names):
+    """ValueError where one of the ops was chosen by name, said by one who would not call it."""
+    for name in names:
+        wanted, by_name = _wanted(name, _layers())
+        if by_name and wanted not in ("auto", "torch"):
+            raise ValueError(f"kernels: {name}={_label(wanted)} would not run: {why}")
+
+
 def _layers():
-    return [_parse(os.environ["K3_KERNELS"]), *_stack] if os.environ.get("K3_KERNELS") else _stack
+    chosen = os.environ.get("K3_KERNELS")
+    return [layer for layer in (_parse(chosen) if chosen else None, *_stack) if layer]
 
 
 def _known(name, backend):
     """ValueError unless op `name` ("*": some op) has this backend and it can run on this machine."""
-    load()
+    if backend not in ANYWHERE or name not in ("*", *_ops):
+        load()
     if name not in ("*", *_ops):
         raise ValueError(f"kernels: no op is called {name!r}; there are {', '.join(sorted(_ops))}")
     backends = ["auto", *sorted(set().union(*_ops.values()) if name == "*" else _ops[name])]
     if backend not in backends:
         of = "" if name == "*" else f" of {name}"
         raise ValueError(f"kernels={backend!r} is no backend{of}; there are {', '.join(backends)}")
-    if backend not in ("auto", "torch") and not (torch.cuda.is_available() or interpreted()):
+    if backend not in ANYWHERE and not (torch.cuda.is_available() or interpreted()):
         raise ValueError(f"kernels={backend!r} cannot run here: there is no GPU; auto and torch can")
 
 
-def _choose(name, implementations, args, kwargs):
+def _wanted(name, layers):
+    """-> the backend or function that is chosen for the op, or "auto"; whether by its own name."""
+    own, for_all = None, "auto"
+    for layer in layers:
+        for_all = layer["*"] if layer.get("*") in _ops[name] else for_all
+        own = layer.get(name, own)
+    return (for_all, False) if own is None else (own, True)
+
+
+def _label(choice):
+    return getattr(choice, "__name__", "custom") if callable(choice) else choice
+
+
+def _choose(name, wanted, args, kwargs):
     """-> the label that is counted, the function."""
-    for_all, wanted = "auto", None
-    for layer in filter(None, _layers()):
-        for_all = layer["*"] if layer.get("*") in implementations else for_all
-        wanted = layer.get(name, wanted)
-    wanted = wanted or for_all
-    if callable(wanted):
-        return getattr(wanted, "__name__", "custom"), wanted
+    implementations = _ops[name]
     if wanted != "auto":
         function, why_not, _ = implementations[wanted]
-        reason = why_not and _why_not(why_not, args, kwargs)
+        reason = why_not and _why_not(why_not, args, kwargs, wanted)
         if reason is not None:
             raise ValueError(f"kernels: {name}={wanted} cannot run here: {reason}; choose auto or torch")
         return wanted, function
     x = args[0] if isinstance(args[0], torch.Tensor) else next(t for t in args[0] if t is not None)
+    if x.is_cpu and "c" in implementations and not torch.is_grad_enabled():
+        function, why_not, slower = implementations["c"]
+        if not slower(*args) and why_not(*args) is None:
+            return "c", function
     for backend in PREFERENCE if x.is_cuda and load() is None else ():
         function, why_not, slower = implementations.get(backend, (None, None, None))
         if function and not (why_not and _why_not(why_not, args, kwargs) or slower and slower(*args, **kwargs)):
@@ -158,10 +190,31 @@ def _choose(name, implementations, args, kwargs):
     return "torch", implementations["torch"][0]
 
 
-def _why_not(why_not, args, kwargs):
+def _resolve(name, parts):
+    """What is wanted for the op: a function and its label, or a backend; "torch" where one of its parts was chosen,
+    which only its PyTorch path calls.
+    """
+    layers = _layers()
+    wanted, by_name = _wanted(name, layers)
+    for part in parts:
+        choice, part_by_name = _wanted(part, layers)
+        if callable(wanted) or choice == "auto" or not part_by_name and (wanted != "auto" or choice == "torch"):
+            continue
+        if by_name and wanted not in ("auto", "torch"):
+            raise ValueError(f"kernels: {name}={wanted} has no part {part}={_label(choice)}; choose one of the two")
+        wanted = "torch"
+    return (_label(wanted), wanted) if callable(wanted) else wanted
+
+
+def _why_not(why_not, args, kwargs, backend="triton"):
     tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, torch.Tensor)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return "autograd records, and it has no backward"
-    if not tensors[0].is_cuda and not interpreted():
+    if backend == "c" and not tensors[0].is_cpu:
+        return "the tensors are on a GPU"
+    if backend != "c" and not tensors[0].is_cuda and not interpreted():
         return "the tensors are on the CPU"
     return why_not(*args, **kwargs)
+
+
+from kernels import cpu  # noqa: E402, F401  it needs no Triton

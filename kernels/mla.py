@@ -3,11 +3,10 @@
 Decode is Flash-Decoding (Dao et al. 2023, pytorch.org/blog/flash-decoding) on FlashMLA's tile: all heads attend to the
 same rows [c | k_pe], and the first r values of a row are also its value, so a tile of rows is loaded once and serves
 both products. Each program takes a tile of (token, head) pairs and a share of one sequence's history, and leaves a
-partial output with the log-sum-exp of its scores; a second kernel weighs the shares by them.
+partial output with the log-sum-exp of its scores; a second kernel weighs the shares by them (mla_shares.py).
 """
 
 import contextlib
-import functools
 
 import torch
 import triton
@@ -15,6 +14,7 @@ import triton.language as tl
 
 import kernels
 from kernels.launch import no_fp8
+from kernels.mla_shares import decode_splits, in_shares, processors
 
 FP8 = torch.float8_e4m3fn
 LN2, LOG2E = tl.constexpr(0.6931471805599453), tl.constexpr(1.4426950408889634)
@@ -109,29 +109,6 @@ def _decode_kernel(
     tl.store(lse + at, (m + tl.log2(total)) * LN2, mask=real)
 
 
-@triton.jit
-def _merge_kernel(
-    parts,  # [splits, rows, RANK] float32
-    parts_lse,  # [splits, rows] float32
-    o,  # [rows, RANK]
-    lse,  # [rows] float32
-    splits,
-    RANK: tl.constexpr,
-    SPLITS: tl.constexpr,  # padded to a power of two
-    BLOCK_R: tl.constexpr,
-):
-    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    s, c = tl.arange(0, SPLITS), tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    each = tl.load(parts_lse + s * rows + row, mask=s < splits, other=float("-inf"))
-    part = tl.load(parts + (s * rows + row)[:, None] * RANK + c, mask=(s < splits)[:, None] & (c < RANK), other=0.0)
-    top = tl.max(each, 0)
-    weight = tl.exp(each - tl.where(top == float("-inf"), 0.0, top))  # no share has seen anything: padding
-    total = tl.sum(weight, 0)
-    out = tl.sum(weight[:, None] * part, 0) / tl.where(total == 0, 1.0, total)
-    tl.store(o + row * RANK + c, out, mask=c < RANK)
-    tl.store(lse + row, top + tl.log(total), mask=tl.program_id(1) == 0)
-
-
 def decode_config(rows, q_dtype, fp8):
     """(token, head) pairs of a sequence, dtype of queries -> BLOCK_H, BLOCK_N, num_warps, num_stages, FORKED."""
     if q_dtype == torch.float32:
@@ -141,16 +118,6 @@ def decode_config(rows, q_dtype, fp8):
     if rows <= 16:
         return 16, 32, 4, 3, False
     return 64, 64, 8, 3 if fp8 else 2, True  # 64: the least M of a warpgroup's product; 221 of 227 KB shared memory
-
-
-@functools.cache
-def decode_splits(programs, tiles, processors):
-    """How many shares a history of at most `tiles` tiles is cut into, where one share makes so many programs.
-
-    The fewest with the least time, counted in tiles: waves of programs, each of so many tiles and some for its ends.
-    """
-    cost = lambda s: triton.cdiv(programs * s, processors) * (triton.cdiv(tiles, s) + 3)
-    return min(range(1, min(tiles, 2 * processors) + 1), key=cost)
 
 
 def _decode_why_not(q, stored, rank, part, scale, row_scale):
@@ -172,7 +139,7 @@ def mla_decode(q, stored, rank, part, scale, row_scale, config=None, splits=None
     config = config or decode_config(rows, q.dtype, stored.dtype == FP8)
     block_h, block_n, num_warps, num_stages, forked = config
     tiles = triton.cdiv(rows, block_h)
-    splits = splits or decode_splits(tiles * B, triton.cdiv(part.longest, block_n), _processors(q.device))
+    splits = splits or decode_splits(tiles * B, triton.cdiv(part.longest, block_n), processors(q.device))
     run = lambda o, lse: _decode_kernel[tiles, splits, B](
         q,
         stored,
@@ -198,24 +165,6 @@ def mla_decode(q, stored, rank, part, scale, row_scale, config=None, splits=None
         num_warps=num_warps,
     )
     return in_shares(run, q, rank, splits)
-
-
-def in_shares(run, q, rank, splits):
-    """q [B, T, h, d]; run(o, lse) fills [splits, h, B, T, rank] and [splits, h, B, T] -> the whole, [B, T, h, ...]."""
-    B, T, heads, _ = q.shape
-    empty = functools.partial(torch.empty, device=q.device)
-    o, lse = empty(heads, B, T, rank, dtype=q.dtype), empty(heads, B, T, dtype=torch.float32)
-    if splits == 1:
-        run(o, lse)
-    else:
-        parts, parts_lse = (empty(splits, *x.shape, dtype=torch.float32) for x in (o, lse))
-        run(parts, parts_lse)
-        SPLITS = triton.next_power_of_2(splits)
-        block_r = min(max(2048 // SPLITS, 16), triton.next_power_of_2(rank))
-        num_warps = triton.cdiv(SPLITS * block_r, 2048)  # so few, for what takes time is to start them and to wait
-        grid = heads * B * T, triton.cdiv(rank, block_r)
-        _merge_kernel[grid](parts, parts_lse, o, lse, splits, rank, SPLITS, block_r, num_warps=num_warps)
-    return o.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
 
 
 # ---------------------------------------------------------------- the write
@@ -273,14 +222,6 @@ def latent_write(kv, norm, eps, stored, slots, scale):
     R, E = triton.next_power_of_2(rank), triton.next_power_of_2(pe)
     fp8, grid = stored.dtype == FP8, (len(kv),)
     _write_kernel[grid](kv, norm, stored, slots, scale, eps, kv.stride(0), rank, pe, R, E, fp8, num_warps=2)
-
-
-# ---------------------------------------------------------------- the device
-
-
-def _processors(device):
-    """How many programs run side by side."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 with contextlib.suppress(ImportError, AttributeError):  # Gluon is experimental: other Tritons may have other names

@@ -3,7 +3,7 @@
 As in FlashMLA (github.com/deepseek-ai/FlashMLA), a tile of 64 (token, head) pairs stays, and the history passes through
 two buffers of 64 rows, which the copy engine fills. Four warps compute the scores and the softmax of one tile while
 eight others, which hold the accumulator, multiply the weights of the tile before with its values. The shares that this
-leaves are those of kernels/mla.py.
+leaves are those of kernels/mla_shares.py.
 """
 
 import torch
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import kernels
-from kernels.mla import _processors, decode_splits, in_shares
+from kernels.mla_shares import decode_splits, in_shares, processors
 
 BLOCK, RANK, PE = gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
 LN2, LOG2E = gl.constexpr(0.6931471805599453), gl.constexpr(1.4426950408889634)
@@ -198,7 +198,7 @@ def mla_decode(q, stored, rank, part, scale, row_scale, splits=None):
     """As in kernels/mla.py, for bfloat16 or float16 in and 512 + 64 values a row."""
     B, T, heads, width = q.shape
     q, tiles = q.contiguous(), triton.cdiv(T * heads, 64)
-    splits = splits or decode_splits(tiles * B, triton.cdiv(part.longest, 64), _processors(q.device))
+    splits = splits or decode_splits(tiles * B, triton.cdiv(part.longest, 64), processors(q.device))
     describe = lambda x, columns: TensorDescriptor(
         x, [len(x), width], [width, 1], [64, columns], gl.NVMMASharedLayout.get_default_for([64, columns], gl.bfloat16)
     )

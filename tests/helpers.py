@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from checkpoint import Views
 from model import K3, K3Config
 
 torch.set_num_threads(1)  # tiny products: a second thread only gets in the way
@@ -55,7 +56,7 @@ def tiny_model(dtype=torch.float32, **changes):
 
 def published64(module):
     """Published tensor name -> its value in float64: what a formula of the spec is computed from."""
-    return {name: view.detach().double() for name, view in module.published().items()}
+    return {name: view.detach().double() for name, view in Views(module.published()).items()}
 
 
 def norm64(x, weight, eps):

@@ -7,7 +7,7 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    import triton_interpreter  # noqa: F401
+    import kernels.interpreter  # noqa: F401
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 

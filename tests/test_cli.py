@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import DATA
 from test_engine import byte_tokenizer
 
-import engine
-from engine import Engine, SamplingParams, main
+import cli as command_line
+from cli import main
+from engine import Engine, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
@@ -56,8 +58,8 @@ def cli(folder, capsys, monkeypatch):
     return run
 
 
-def process(*args, **options):
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+def process(*args, encoding="utf-8", **options):
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": encoding}
     command = [sys.executable, ROOT / "engine.py", *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, **options)
 
@@ -94,6 +96,19 @@ def test_a_reader_that_leaves(folder):
     assert (run.wait(timeout=120), err) == (0, "")
 
 
+def test_an_output_that_is_not_utf8(folder, wanted, tmp_path):
+    """What it cannot write becomes a question mark."""
+    path = copy("micro", tmp_path / "größe")
+    byte_tokenizer(path)
+    (path / "generation_config.json").write_text('{"top_k": 50}')
+    flags = ["--model", path, "--prompt", "Grüße", "--max-tokens", 30, "--temperature", 0, "--top-k", 0]
+    run = process(*flags, encoding="ascii:strict")
+    out, err = run.communicate(timeout=120)
+    want = wanted("Grüße", max_tokens=30) + "\n"
+    assert not want.isascii()
+    assert (run.returncode, out, err) == (0, want.encode("ascii", "replace"), b"")
+
+
 def test_one_prompt(cli, wanted):
     assert cli("--prompt", "abc", "--max-tokens", 9, "--temperature", 0) == (0, wanted("abc", max_tokens=9) + "\n", "")
     code, out, err = cli("--prompt", "abc", "--max-tokens", 9, "--temperature", 0, "--stats")
@@ -128,18 +143,79 @@ def test_standard_input(cli, wanted):
         assert got == (0, wanted(text, max_tokens=5) + "\n", "")
 
 
+@pytest.fixture
+def engines(monkeypatch):
+    """The engines that the command line makes."""
+    made = []
+    monkeypatch.setattr(command_line, "Engine", lambda *args, **more: made.append(Engine(*args, **more)) or made[-1])
+    return made
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_dtypes(cli, dtype, monkeypatch):
-    used = []
-    monkeypatch.setattr(engine, "Engine", lambda *args: used.append(Engine(*args)) or used[0])
+def test_dtypes(cli, dtype, engines):
     code, out, err = cli("--prompt", "abc", "--max-tokens", 3, "--dtype", dtype)
-    assert (code, err) == (0, "") and out and used[0].dtype == getattr(torch, dtype) == used[0].pool.rows(0).dtype
+    assert (code, err) == (0, "") and out
+    assert engines[0].dtype == getattr(torch, dtype) == engines[0].pool.rows(0).dtype
+
+
+def test_flags_reach_the_engine(cli, engines):
+    flags = ["--kernels", "torch", "--kv-dtype", "fp8", "--num-pages", 30, "--host-pages", 5, "--max-batch", 3]
+    assert cli("--prompt", "abc", "--max-tokens", 3, *flags, "--prefill-chunk", 7)[0] == 0
+    (eng,) = engines
+    assert (eng.kernels, eng.pool.num_pages, eng.cache.host.num_pages) == ("torch", 30, 5)
+    assert (eng.scheduler.max_batch, eng.scheduler.prefill_chunk) == (3, 7)
+    assert eng.pool.rows(0).dtype == torch.float8_e4m3fn
+
+
+def test_sampling_of_the_checkpoint(cli, folder, tmp_path, engines, monkeypatch):  # field note 20
+    """generation_config.json gives the defaults, which is said; flags are stronger; its end ids end the answer."""
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+    file = path / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": null, "max_length": 20, "eos_token_id": [2, 7]}')
+    used, check = [], Engine._checked
+    monkeypatch.setattr(Engine, "_checked", lambda self, *args: used.append(args[1]) or check(self, *args))
+    for flags, wanted, said in (
+        ([], (0.6, 0, 0.9), "temperature 0.6, top_p 0.9"),
+        (["--temperature", 1, "--top-k", 3], (1.0, 3, 0.9), "top_p 0.9"),
+        (["--temperature", 0, "--top-p", 1], (0.0, 0, 1.0), ""),
+    ):
+        code, _, err = cli("--prompt", "abc", "--max-tokens", 2, *flags, model=path)
+        assert (code, err) == (0, f"{file} sets {said}\n" if said else "")
+        assert (used[-1].temperature, used[-1].top_k, used[-1].top_p) == wanted
+    assert engines[-1].cfg.eos_ids == {2, 7}
+    for text, part in (
+        ("{", "not valid JSON"),
+        ("[1]", "holds a list"),
+        ('{"temperature": -1}', "temperature is -1"),
+        ('{"top_p": "much"}', "top_p is 'much'"),
+        ('{"eos_token_id": "end"}', "eos_token_id is 'end'"),
+    ):
+        file.write_text(text)
+        assert_error(cli("--prompt", "abc", model=path), str(file), part)
+
+
+def test_one_engine_module():
+    """`python engine.py` is the module that the command line imports, not a second one beside it."""
+    command = [sys.executable, "-X", "importtime", "engine.py", "--help"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    imported = [line.split("|")[-1].strip() for line in run.stderr.splitlines()]
+    assert run.returncode == 0 and imported.count("cli") == 1 and "engine" not in imported
 
 
 def test_an_argument_that_is_no_utf8(cli, wanted):
     """Python hands it over with surrogates; each is read as U+FFFD."""
     flags = ["--max-tokens", 3, "--temperature", 0]
     assert cli("--prompt", "a\udcff", *flags) == (0, wanted("a\ufffd", max_tokens=3) + "\n", "")
+
+
+def test_a_prompt_that_ends_inside_a_character(folder):
+    """The engine's text starts from there: the answer's first byte completes it."""
+    eng = Engine(folder, num_pages=20)
+    first, second, last = eng.tokenizer.encode("中")
+    for prompt in ([first, second], np.array([last, last, first, second])):
+        eng.add(prompt)
+        assert eng.waiting[-1].text.push(last) == ("中", False)
 
 
 def test_no_tokens(cli):

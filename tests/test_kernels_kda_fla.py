@@ -1,4 +1,4 @@
-"""FLA's chunk_kda as a backend of KDA prefill."""
+"""FLA's chunk_kda as a backend of KDA's recurrence."""
 
 import sys
 
@@ -14,8 +14,10 @@ from kernels import kda_fla
 
 @interpreted
 def test_says_why_it_cannot_run():
-    with kernels.use(kda_prefill="fla"), torch.no_grad(), pytest.raises(ValueError, match="no kernels for the CPU"):
-        kda_prefill(*problem([5], h=1))
+    for choice in ({"kda_recurrence": "fla"}, {}):
+        with kernels.use(*([] if choice else ["fla"]), **choice), torch.no_grad():
+            with pytest.raises(ValueError, match="kda_recurrence=fla cannot run here: FLA has no kernels for the CPU"):
+                kda_prefill(*problem([5], h=1))
 
 
 def test_is_the_recurrence_of_the_pytorch_path(monkeypatch):
@@ -24,7 +26,9 @@ def test_is_the_recurrence_of_the_pytorch_path(monkeypatch):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     args = problem([20, 3], h=1, dtype=torch.bfloat16)
-    (want, want_S, _), o = truth(args), kda_fla.kda_prefill(*args)
+    want, want_S, _ = truth(args)
+    with kernels.use(kda_recurrence=kda_fla.kda_recurrence), torch.no_grad():
+        o = kda_prefill(*args)
     assert rel(o, want) < 1e-2 and rel(args[5][args[8]], want_S[args[8]]) < 1e-2
 
 
@@ -44,8 +48,8 @@ def chunk_kda(q, k, v, g, beta, scale, initial_state, output_final_state):
 def test_gpu(h, d):
     pytest.importorskip("fla")
     args = problem([*RAGGED, 300], follows={6}, h=h, d=d, dtype=torch.bfloat16)
-    (want, want_S, _), before = truth(args), kernels.counts["kda_prefill", "fla"]
-    with kernels.use(kda_prefill="fla"), torch.no_grad():
+    (want, want_S, _), before = truth(args), kernels.counts["kda_recurrence", "fla"]
+    with kernels.use(kda_recurrence="fla"), torch.no_grad():
         o = kda_prefill(*args)
-    assert kernels.counts["kda_prefill", "fla"] == before + 1
+    assert kernels.counts["kda_recurrence", "fla"] > before
     assert rel(o, want) < 2e-2 and rel(args[5][args[8]], want_S[args[8]]) < 2e-2

@@ -13,7 +13,7 @@ from mla import attend_rows, latent_write, mla_decode
 triton = pytest.importorskip("triton")
 
 from kernels import mla as triton_mla  # noqa: E402
-from kernels import mla_hopper  # noqa: E402
+from kernels import mla_hopper, mla_shares  # noqa: E402
 
 P = 128
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 6e-3}
@@ -160,7 +160,7 @@ def test_what_it_leaves_to_pytorch():
 @pytest.mark.parametrize("programs, tiles, want", [(1, 1, 1), (2, 2048, 64), (32, 256, 4), (132, 256, 1)])
 def test_shares(programs, tiles, want):
     """As many as fill 132 processors once, and no more than that."""
-    assert triton_mla.decode_splits(programs, tiles, 132) == want
+    assert mla_shares.decode_splits(programs, tiles, 132) == want
 
 
 # ---------------------------------------------------------------- the write
@@ -370,6 +370,6 @@ def test_decode_on_hopper_compiles(ids):
 @compiles
 def test_the_others_compile():
     merge = dict(parts="*fp32", parts_lse="*fp32", o="*bf16", lse="*fp32", splits="i32")
-    compile_for_all(triton_mla._merge_kernel, merge, dict(RANK=512, SPLITS=64, BLOCK_R=32), num_warps=1)
+    compile_for_all(mla_shares._merge_kernel, merge, dict(RANK=512, SPLITS=64, BLOCK_R=32), num_warps=1)
     write = dict(kv="*bf16", norm="*bf16", stored="*fp8e4nv", slots="*i64", scale="*bf16", eps="fp32", kv_stride="i32")
     compile_for_all(triton_mla._write_kernel, write, dict(RANK=512, PE=64, R=512, E=64, FP8=True))

@@ -365,6 +365,69 @@ def test_flat_is_wrapped_but_for_the_prefix(tmp_path, more):
     assert cfg == want
 
 
+IDS = [  # eos_token_id of text_config, of the top level, of generation_config.json; the ids that end a text
+    (2, 5, None, {2}),
+    (None, 5, None, {5}),
+    (None, [5, 6], None, {5, 6}),
+    (2, None, 7, {2, 7}),
+    ([2, 3], None, [3, 7, 8], {2, 3, 7, 8}),
+    (None, 5, [7], {5, 7}),
+    (None, None, 7, {7}),
+    (None, None, None, set()),
+]
+
+
+@pytest.mark.parametrize("text_id, outer, generation, ids", IDS)
+def test_end_ids_are_found_everywhere(tmp_path, text_id, outer, generation, ids):  # field note 20
+    def change(text, top):
+        text["eos_token_id"], top["eos_token_id"] = text_id, outer
+
+    config_file(tmp_path, change)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    cfg = K3Config.from_json(tmp_path)
+    assert cfg.eos_ids == ids
+    (tmp_path / "config.json").write_text(json.dumps(cfg.to_json()))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    assert K3Config.from_json(tmp_path).eos_ids == ids
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [1, "x"]}', b"\xff"])
+def test_a_malformed_generation_config(tmp_path, text):
+    config_file(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match="generation_config.json: ") as e:
+        K3Config.from_json(tmp_path)
+    assert str(file) in str(e.value) and "\n" not in str(e.value)
+
+
+def test_fields_at_the_top_level(tmp_path):
+    """Where text_config has none; what it has is stronger."""
+    outer = dict(tie_word_embeddings=True, bos_token_id=11, pad_token_id=12)
+
+    def moved(text, top):
+        [text.pop(name) for name in outer]
+        top.update(outer)
+
+    cfg = K3Config.from_json(config_file(tmp_path, moved))
+    assert (cfg.tie_word_embeddings, cfg.bos_token_id, cfg.pad_token_id) == (True, 11, 12)
+    cfg = K3Config.from_json(config_file(tmp_path, lambda text, top: top.update(outer)))
+    assert (cfg.tie_word_embeddings, cfg.bos_token_id, cfg.pad_token_id) == (False, 1, 0)
+
+
+def test_model_max_length(tmp_path):
+    def change(own):
+        def only(text, top):
+            text["max_position_embeddings"], text["model_max_length"] = own, 777
+
+        return only
+
+    for own, most in ((None, 777), (4096, 4096)):
+        cfg = K3Config.from_json(config_file(tmp_path, change(own), "kimi-linear-micro"))
+        assert cfg.max_position_embeddings == most
+
+
 OFF = dict(q_lora_rank=None, routed_expert_hidden_size=None, attn_res_block_size=None, num_nextn_predict_layers=0)
 OFF |= dict(mla_use_output_gate=False, latent_moe_use_norm=False, moe_renormalize=False, tie_word_embeddings=False)
 OFF |= dict(num_experts=0, num_shared_experts=0, first_k_dense_replace=0, use_grouped_topk=False)
@@ -442,6 +505,7 @@ REFUSED = [  # changes, what the message names
     ({"linear_attn_config": "all"}, "linear_attn_config"),
     (linear(kda_layers="1235679"), "kda_layers"),
     ({"hidden_size": "96"}, "hidden_size"),
+    ({"eos_token_id": [2, "x"]}, "eos_token_id"),
 ]
 FIELDS = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act", "num_attention_heads"]
 FIELDS += ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_attn_config"]

@@ -1,6 +1,7 @@
 """Both tokenizer backends, on small vocabularies that are made here."""
 
 import base64
+import codecs
 import itertools
 import json
 import random
@@ -16,6 +17,7 @@ import tokenizer as module
 from tokenizer import Tokenizer
 
 BACKENDS = ["json", "tiktoken"]
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 BYTES = [bytes([b]) for b in range(256)]
 # Runs of one letter, words, and a Han character by way of its first two bytes: a token can be half a character.
 HALF, HAN = "中".encode()[:2], "中".encode()
@@ -152,7 +154,7 @@ def test_released_size(tmp_path):
 
 def test_json_control_map_and_holes(tmp_path, data):
     top = max(data["model"]["vocab"].values())
-    data["added_tokens"].append({**data["added_tokens"][0], "id": top + 10, "content": "<think>", "special": False})
+    data["added_tokens"].append({**data["added_tokens"][0], "id": top + 10, "content": "<think>"})
     tok = Tokenizer.from_pretrained(write_json(tmp_path, data))
     added = {entry["content"]: entry["id"] for entry in data["added_tokens"]}
     assert tok.control == added and set(NAMES) < set(added)
@@ -189,9 +191,82 @@ def test_control_token_inside_the_vocabulary(tmp_path, data):
     assert tok.encode("[BOS]", control=["[BOS]"]) == [0]
 
 
+# ---- added tokens that are text ----
+
+PLAIN = [  # content, and how the package matches it
+    ("the", {}),
+    ("!", {}),
+    ("\n", {}),
+    (" x", {}),
+    ("é", dict(normalized=False)),
+    ("<b>", dict(lstrip=True)),
+    ("<c>", dict(rstrip=True, normalized=False)),
+    ("hat", dict(single_word=True)),
+    ("<bb>", dict(lstrip=True, rstrip=True)),
+    ("CAT", dict(normalized=True)),
+    ("Ġcat", dict(normalized=False)),
+]
+
+
+@pytest.fixture(scope="module", params=["plain", "lowercase", "prefix space", "ignore merges"])
+def with_added(request, tmp_path_factory):
+    """-> a tokenizer.json with PLAIN, some in its vocabulary and some after it, as the package and as we read it."""
+    package = train()
+    package.normalizer = normalizers.Lowercase() if request.param == "lowercase" else None
+    package.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=request.param == "prefix space")
+    data = json.loads(package.to_str())
+    data["model"]["ignore_merges"] = request.param == "ignore merges"
+    package = tokenizers.Tokenizer.from_str(json.dumps(data))
+    assert {"the", "!", "Ġcat"} < data["model"]["vocab"].keys()
+    package.add_tokens([tokenizers.AddedToken(content, **how) for content, how in PLAIN])
+    package.encode_special_tokens = True  # the package's way not to match them
+    folder = tmp_path_factory.mktemp("added")
+    package.save(str(folder / "tokenizer.json"))
+    return package, Tokenizer.from_pretrained(folder)
+
+
+PARTS = [content for content, _ in PLAIN]
+PARTS += ["breathe", "hats", " ", "  ", "\t", "cat", " cat", "Cat", "É", "xhat", "[EO"]
+SOME_TEXT = st.lists(st.sampled_from(PARTS) | ANY_TEXT, max_size=10).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=SOME_TEXT)
+def test_added_tokens_that_are_text(with_added, text):  # field note 25
+    package, tok = with_added
+    ids = package.encode(text, add_special_tokens=False).ids
+    assert tok.encode(text) == ids
+    assert tok.decode(ids) == package.decode(ids, skip_special_tokens=False)
+    assert set(tok.control) == set(NAMES) and not set(ids) & set(tok.control.values())
+
+
+def test_added_tokens_in_the_middle_of_the_ids(tmp_path, data):
+    """Their ids are the file's, whatever else is taken out of it."""
+    top = max(data["model"]["vocab"].values())
+    plain = {**data["added_tokens"][0], "special": False}
+    for id, content in (top + 20, "<far>"), (top + 12, "<near>"), (data["model"]["vocab"]["the"], "the"):
+        data["added_tokens"].append({**plain, "id": id, "content": content})
+    tok = Tokenizer.from_pretrained(write_json(tmp_path, data))
+    assert tok.encode("<near>the<far>") == [top + 12, data["model"]["vocab"]["the"], top + 20]
+    assert tok.decode([top + 12, top + 11, top + 20]) == f"<near><|reserved_token_{top + 11}|><far>"
+
+
+def test_a_special_token_that_text_is_merged_to(tmp_path, data):
+    """It is never made from text, what is merged from it is; a byte is text whatever it is called."""
+    vocab, merges = data["model"]["vocab"], [tuple(m) for m in data["model"]["merges"]]
+    plain = Tokenizer.from_pretrained(write_json(tmp_path, data))
+    the, bang, cat = vocab["the"], vocab["!"], vocab["Ġthe"]
+    assert plain.encode("the") == [the] and plain.encode(" the") == [cat] and plain.encode("!") == [bang]
+    special = {**data["added_tokens"][0], "special": True}
+    data["added_tokens"] += [{**special, "id": the, "content": "the"}, {**special, "id": bang, "content": "!"}]
+    tok = Tokenizer.from_pretrained(write_json(tmp_path, data))
+    parts = [vocab[part] for part in next(pair for pair in merges if "".join(pair) == "the")]
+    assert tok.encode("the the!") == [*parts, cat, bang] and tok.decode([the, cat, bang]) == "the the!"
+    assert tok.encode("the", control="the") == [the] and "!" not in tok.control
+
+
 # ---- ordinary text ----
 
-ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 FRAGMENTS = [*NAMES, "<|reserved_token_269|>", "[BO", "the", "中文", "🙂", "e\u0301", "\r\n", "  ", "12345", "'S", "\0"]
 TEXTS = st.lists(ANY_TEXT | st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 
@@ -364,6 +439,46 @@ def test_stream_flush_and_control(tiktoken_tok):
     assert stream.push(65) == "A"  # after flush it starts anew
 
 
+@settings(max_examples=300, deadline=None)
+@given(before=st.lists(st.sampled_from("a中🙂").map(str.encode) | st.binary(max_size=3), max_size=4), more=st.data())
+def test_stream_after_a_prompt(tok, before, more):
+    """A character that the prompt began belongs to the answer where that completes it, and shows nowhere else."""
+    np = pytest.importorskip("numpy")
+    id_of = {tok.token_bytes(id): id for id in reversed(range(tok.vocab_size))}
+    rest = [b"\xb8", b"\xad", b"\x9f\x99\x82", b"\x99", b"\x82", b"A", "中".encode(), b"[BOS]"]
+    after = b"".join(more.draw(st.lists(st.sampled_from(rest), max_size=5)))
+    before = b"".join(before)
+    first, then = ([id_of[bytes([b])] for b in part] for part in (before, after))
+    stream = tok.stream(np.array(first, dtype=np.int64))
+    got = "".join(stream.push(id) for id in then) + stream.flush()
+    whole = codecs.getincrementaldecoder("utf-8")("replace")
+    whole.decode(before)
+    (pending, _) = whole.getstate()
+    completed = len(pending) and any(begins(pending + after[:n]) for n in range(1, len(after) + 1))
+    assert got == ((pending if completed else b"") + after).decode("utf-8", "replace")
+
+
+def begins(data):
+    """Whether data is one character, or the first bytes of one."""
+    try:
+        return len(data.decode()) == 1
+    except UnicodeDecodeError as e:
+        return e.start == 0 and e.reason == "unexpected end of data"
+
+
+def test_stream_after_half_a_character(tiktoken_tok):
+    tok, bos = tiktoken_tok, tiktoken_tok.control["[BOS]"]
+    half, rest = 256 + MERGES.index(HALF), HAN[2]
+    assert tok.stream([65] * 1_000_000 + [half]).push(rest) == "中"
+    for id, text in (65, "A"), (bos, "[BOS]"), (half, ""):
+        assert tok.stream([65, half]).push(id) == text
+    assert tok.stream([half]).flush() == "" and tok.stream([half, bos]).push(rest) == "\ufffd"
+    stream = tok.stream([half])
+    assert [stream.push(rest), stream.push(half), stream.flush()] == ["中", "", "\ufffd"]
+    stream = module.TextStream(tok, (), [half, tok.vocab_size])  # a row of padding in the output layer
+    assert stream.push(rest) == ("\ufffd", False)
+
+
 def test_every_id_decodes(tok):
     for id in range(tok.vocab_size):
         assert tok.decode([id]) == tok.token_bytes(id).decode("utf-8", "replace")
@@ -385,9 +500,40 @@ def test_id_out_of_range(tok, offset):
 # ---- folders and files ----
 
 
-def test_json_is_preferred(tmp_path, data, json_tok):
-    write_json(write_tiktoken(tmp_path, BYTES), data)
-    assert Tokenizer.from_pretrained(str(tmp_path)).control == json_tok.control
+def write_both(folder, data, **ids):
+    """A tiktoken.model that names slots 0 and 7, and the tokenizer.json of `data` with the added tokens {name: id}."""
+    write_tiktoken(folder, BYTES, {256: "[BOS]", 263: "<|end_of_msg|>"})
+    entry = {**data["added_tokens"][0], "special": True}
+    return write_json(folder, {**data, "added_tokens": [{**entry, "id": id, "content": n} for n, id in ids.items()]})
+
+
+@pytest.mark.parametrize("ids", [{}, {"[BOS]": 256, "<|end_of_msg|>": 263}, {"[BOS]": 256, "<|new|>": 258}])
+def test_tiktoken_is_preferred(tmp_path, data, ids):
+    pytest.importorskip("tiktoken")
+    tok = Tokenizer.from_pretrained(str(write_both(tmp_path, data, **ids)))
+    assert tok.vocab_size == 512 and tok.encode("the") == list(b"the") and tok.control["<|end_of_msg|>"] == 263
+
+
+@pytest.mark.parametrize(
+    "ids, example",
+    [
+        ({"[BOS]": 256, "<|end_of_msg|>": 257}, "on 1 control ids: 257 is '<|end_of_msg|>' here"),  # field note 21
+        ({"[BOS]": 263}, "263 is '[BOS]' here and '<|end_of_msg|>' there"),
+        ({"<|new|>": 263, "[BOS]": 3}, "on 2 control ids: 263 is '<|new|>' here and '<|end_of_msg|>' there"),
+        ({"<|new|>": 3}, "3 is '<|new|>' here and 'an ordinary token' there"),
+    ],
+)
+def test_two_files_that_disagree(tmp_path, data, ids, example):
+    pytest.importorskip("tiktoken")
+    with pytest.raises(ValueError, match="tokenizer.json: disagrees with tiktoken.model") as e:
+        Tokenizer.from_pretrained(write_both(tmp_path, data, **ids))
+    assert example in str(e.value) and "\n" not in str(e.value)
+
+
+def test_both_files_without_the_package(tmp_path, data, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(ValueError, match=r'tiktoken.model: .*pip install -e "\.\[tiktoken\]"'):
+        Tokenizer.from_pretrained(write_both(tmp_path, data))
 
 
 def test_tiktoken_without_config(tmp_path):
@@ -433,6 +579,8 @@ def test_tiktoken_not_installed(tmp_path, monkeypatch):
         (lambda d: d["model"]["merges"].append(["qq", ""]), "which is not an ordinary token"),
         (lambda d: d["model"]["merges"].append(5), "not laid out as a tokenizer.json"),
         (lambda d: d.update(normalizer={"type": "Nonsense"}), "cannot be built"),
+        (lambda d: d["added_tokens"][0].update(special=False, content="the"), "added token 'the' has id 0"),
+        (lambda d: d["added_tokens"][0].update(special=False, id=70), r"added token '\[BOS\]' has id 70"),
     ],
 )
 def test_bad_json(tmp_path, data, change, message):

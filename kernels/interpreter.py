@@ -1,4 +1,4 @@
-"""Import it before kernels run in Triton's interpreter: mends four things there, and changes nothing elsewhere.
+"""Mends four things in Triton's interpreter (3.6 to 3.9), where it is on: import it before kernels run.
 
 Loop bounds that were loaded (an array of one is no integer in NumPy 2.4); products of bfloat16, which it takes for
 integers; conversions between floats, which it truncates, or rounds without carrying into the exponent (3.6);
@@ -8,12 +8,13 @@ And two that only cost time, together more than half of it: reductions with a fu
 element, and Triton's language is patched anew for every function that a kernel calls.
 """
 
-import os
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import triton.language as tl
+
+import kernels
 
 TORCH = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float64: torch.float64}
 TORCH |= {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
@@ -26,7 +27,7 @@ def convert(x, source, target, rounding_mode):
     return x.to(TORCH[target]).view(bits).numpy().view(f"uint{target.primitive_bitwidth}")
 
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+if kernels.interpreted():
     from triton.runtime import interpreter
 
     def patch_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
