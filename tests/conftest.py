@@ -1,5 +1,5 @@
-"""Kernel tests run beside the others, in processes of their own: marked `interpreted`, where Triton interprets, and
-`compiles`, where it compiles for GPUs that are not here. A pipe brings their reports back, a line each.
+"""Kernel tests run beside the others, in processes of their own: first those marked `interpreted`, where Triton
+interprets, then `compiles`, where it compiles for GPUs that are not here. A pipe brings their reports, a line each.
 """
 
 import json
@@ -13,26 +13,31 @@ from importlib.util import find_spec
 
 import pytest
 
-KINDS = "compiles", "interpreted"
+KINDS = "interpreted", "compiles"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PIPE = int(os.environ.pop("TESTS_REPORT_TO", 0))  # only in such a process
 running = {}  # kind -> Beside
 
 
 class Beside:
-    """A pytest over `items` in the background."""
+    """A pytest over `items`, in the background; then the one of the next kind, so that two cores are enough."""
 
     def __init__(self, config, kind, items):
+        self.config, self.kind, self.items, self.then = config, kind, items, None
+        self.lines, self.waiting, self.output = queue.SimpleQueue(), {}, tempfile.TemporaryFile("w+")
+        self.process = self.thread = None
+
+    def start(self):
         read, write = os.pipe()
-        env = dict(TRITON_INTERPRET=str(int(kind == "interpreted")), OMP_NUM_THREADS="1", TESTS_REPORT_TO=str(write))
+        interpret = str(int(self.kind == "interpreted"))
+        env = dict(TRITON_INTERPRET=interpret, OMP_NUM_THREADS="1", TESTS_REPORT_TO=str(write))
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts="]
-        command += [item.nodeid for item in items]
-        self.config, self.kind, self.lines, self.waiting = config, kind, queue.SimpleQueue(), {}
-        self.output = tempfile.TemporaryFile("w+")
-        where = dict(cwd=config.rootpath, env=os.environ | env, pass_fds=[write], stdin=subprocess.DEVNULL)
+        command += [item.nodeid for item in self.items]
+        where = dict(cwd=self.config.rootpath, env=os.environ | env, pass_fds=[write], stdin=subprocess.DEVNULL)
         self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT, **where)
         os.close(write)
-        threading.Thread(target=self.read, args=[read], daemon=True).start()
+        self.thread = threading.Thread(target=self.read, args=[read], daemon=True)
+        self.thread.start()
 
     def read(self, pipe):
         """A thread that empties the pipe, so that the tests never wait for us."""
@@ -40,6 +45,8 @@ class Beside:
             for line in lines:
                 self.lines.put(line)
         self.lines.put("")
+        if self.then:
+            self.then.start()
 
     def reports(self, item):
         """The reports of an item, waited for; a failure if the process ended before it came to the item."""
@@ -59,8 +66,11 @@ class Beside:
         return pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
 
     def stop(self):
-        self.process.terminate()
-        self.process.wait()
+        self.then = None
+        if self.process:
+            self.process.terminate()
+            self.process.wait()
+            self.thread.join()
         self.output.close()
 
 
@@ -82,20 +92,24 @@ def pytest_collection_modifyitems(config, items):
     for item in items if why else []:
         if any(item.get_closest_marker(kind) for kind in kinds):
             item.add_marker(pytest.mark.skip(reason=why))
-    items.sort(key=lambda item: beside(item) is not None)
+    items.sort(key=lambda item: (None, *KINDS).index(beside(item)))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session):
+    for kind in KINDS:
+        items = [item for item in session.items if beside(item) == kind]
+        if items and not session.config.option.collectonly:
+            running[kind] = Beside(session.config, kind, items)
+    first, *rest = running.values() or [None]
     try:
-        for kind in KINDS:
-            items = [item for item in session.items if beside(item) == kind]
-            if items and not session.config.option.collectonly:
-                running[kind] = Beside(session.config, kind, items)
+        if first:
+            first.then = (rest or [None])[0]
+            first.start()
         return (yield)
     finally:  # also when interrupted
-        while running:
-            running.popitem()[1].stop()
+        for process in running.values():
+            process.stop()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,6 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 interpreted = pytest.mark.interpreted
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA GPU here")]
 compiles = pytest.mark.compiles
+slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
 
 
 def compile_for_all(kernel, signature, constants, num_warps=4, num_stages=2):

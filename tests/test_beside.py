@@ -58,7 +58,7 @@ def start(tmp_path):
         (FILE, ["-k", "compiled or here"], ["2 passed, 2 deselected"]),
         (FILE + WRONG, [], ["assert (6 * 7) == 41", "1 failed, 4 passed"]),
         (FILE + DIES, [], ["ended with 9 before this test", "2 failed, 4 passed"]),
-        (FILE + DIES, ["-x"], ["stopping after 1 failures", "1 failed, 4 passed"]),
+        (FILE + DIES, ["-x"], ["stopping after 1 failures", "1 failed, 3 passed"]),
     ],
 )
 def test_what_is_reported(start, text, options, says):

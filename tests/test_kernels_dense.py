@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_helpers import DEVICE, compile_for_all, compiles, interpreted, on_gpu, rel
+from kernel_helpers import DEVICE, compile_for_all, compiles, interpreted, on_gpu, rel, slow
 
 import kernels
 from layers import linear
@@ -104,8 +104,7 @@ MATRIX = dict(BLOCK_OUT=64, BLOCK_IN=128, STAGES=4)
 
 
 @compiles
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("dtype, even", [("bf16", True), ("fp32", False), slow("bf16", False), slow("fp32", True)])
 def test_compiles(dtype, even):
     from kernels.dense import _matrix_kernel, _sum_kernel, _vector_kernel
 
