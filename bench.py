@@ -2,7 +2,7 @@
 
 python bench.py agent     replays conversations of agents: prefix reuse, latency, speed, by pool and by concurrency
 python bench.py host      the cost on the host beside the model: a step, a look-up in the prefix cache, its memory
-python bench.py cpu       one core of a CPU: decode, prompts, operations a token, start-up; and beside it another checkout
+python bench.py cpu       one core of a CPU: decode, prompts, operations a token, start-up; beside another checkout
 python bench.py kernels   each kernel at the sizes of K3 against the floor of this GPU
 python bench.py step      whole decode steps of a slice of K3 at full width
 python bench.py all       kernels and step, a bundle with its picture in one folder: for someone with a GPU

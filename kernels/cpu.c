@@ -157,11 +157,11 @@ void experts(const float *z, I stride, const I *ids, const float *weights, const
 // ---------------------------------------------------------------- KDA
 
 // One token of B sequences. rows: qkv, gate, r, b at strides; S [pages, h, d, d] and conv [pages, taps - 1, 3 h d] of
-// page_stride and tap_stride; src, dst at a stride of `groups`; window [taps, 3 h d] and row [6 d] are scratch.
+// page_stride and tap_stride; src, dst [B] at strides; y [3 h d + 2 d]: scratch.
 void kda_decode(const float *qkv, const float *gate, const float *r, const float *b, const I *strides,
                 const float *taps, const float *A_log, const float *dt_bias, const float *o_norm, float eps,
                 float lower_bound, float *S, I S_page, float *conv, I conv_page, I conv_tap, const I *src, I src_stride,
-                const I *dst, I dst_stride, const int32_t *past, float *y, float *row, float *out, I B, I h, I d, I K) {
+                const I *dst, I dst_stride, const int32_t *past, float *y, float *out, I B, I h, I d, I K) {
     I hd = h * d;
     for (I s = 0; s < B; s++, out += hd) {
         I from = past[s] ? src[s * src_stride] : -1, to = dst[s * dst_stride];
@@ -184,7 +184,7 @@ void kda_decode(const float *qkv, const float *gate, const float *r, const float
         for (I head = 0; head < h; head++) {
             const float *q = y + head * d, *k = q + hd, *v = k + hd;
             float q_scale = 1 / sqrtf(dot(q, q, d) + 1e-6f) / sqrtf(d), k_scale = 1 / sqrtf(dot(k, k, d) + 1e-6f);
-            float beta = sigmoid(b[s * strides[3] + head]), speed = expf(A_log[head]), *error = row, *o = row + d;
+            float beta = sigmoid(b[s * strides[3] + head]), speed = expf(A_log[head]), *error = y + 3 * hd, *o = error + d;
             memcpy(error, v, d * sizeof(float));
             memset(o, 0, d * sizeof(float));
             float *next = S + to * S_page + head * d * d;

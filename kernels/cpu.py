@@ -63,9 +63,6 @@ def _build(compiler, file):
     return file
 
 
-_empty = functools.partial(torch.empty, dtype=torch.float32, device="cpu")
-
-
 def _cpu():
     """What -march=native may depend on: a home folder may be that of many machines."""
     info = Path("/proc/cpuinfo")
@@ -125,7 +122,7 @@ def _no_matrix(x, weight, eps):
 
 @_op("rms_norm", lambda x, *_: len(x), lambda x, weight, eps: (x, weight), _no_matrix)
 def rms_norm(x, weight, eps):
-    out = _empty(x.shape)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     library().rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, out.data_ptr(), *x.shape)
     return out
 
@@ -136,7 +133,7 @@ def rms_norm(x, weight, eps):
 @_op("gated_act", lambda x, cfg: len(x), lambda x, cfg: (x,))
 def gated_act(x, cfg):
     N, inner = len(x), x.shape[1] // 2
-    out = _empty(N, inner)
+    out = x.new_empty(N, inner)
     library().gated_act(x.data_ptr(), x.stride(0), *_betas(cfg), out.data_ptr(), N, inner)
     return out
 
@@ -147,7 +144,7 @@ def _strided_rows(x, *_):
 
 @_op("moe_in", lambda x, *_: len(x), lambda x, weight, num_experts: (x, weight), _strided_rows)
 def in_projection(x, weight, num_experts):
-    logits = _empty(len(x), num_experts)
+    logits = x.new_empty(len(x), num_experts)
     library().router_logits(x.data_ptr(), weight.data_ptr(), logits.data_ptr(), *x.shape, num_experts)
     return logits, F.linear(x, weight[num_experts:])
 
@@ -159,7 +156,7 @@ def _groups(logits, bias, cfg):
 @_op("router", lambda logits, *_: len(logits), lambda logits, bias, cfg: (logits, bias), _groups)
 def route(logits, bias, cfg):
     (N, E), k = logits.shape, cfg.num_experts_per_token
-    ids, weights = torch.empty(N, k, dtype=torch.int64, device="cpu"), _empty(N, k)
+    ids, weights = logits.new_empty(N, k, dtype=torch.int64), logits.new_empty(N, k)
     library().router(
         logits.data_ptr(), bias.data_ptr(), cfg.moe_router_activation_func == "sigmoid", cfg.moe_renormalize,
         cfg.routed_scaling_factor, ids.data_ptr(), weights.data_ptr(), N, E, k,
@@ -176,7 +173,7 @@ def _not_whole(z, ids, weights, experts, cfg):
 @_op("experts", lambda z, *_: len(z), lambda z, ids, weights, experts, cfg: (z, weights), _not_whole)
 def routed_experts(z, ids, weights, experts, cfg):
     (N, L), w13, w2 = z.shape, experts.whole("w13", z.dtype), experts.whole("w2", z.dtype)
-    out, scratch = _empty(N, L), _empty(3 * experts.inner)
+    out, scratch = z.new_empty(N, L), z.new_empty(3 * experts.inner)
     library().experts(
         z.data_ptr(), z.stride(0), ids.data_ptr(), weights.data_ptr(), w13.data_ptr(), w2.data_ptr(), *_betas(cfg),
         scratch.data_ptr(), out.data_ptr(), N, ids.shape[1], len(w13), L, experts.inner,
@@ -201,13 +198,13 @@ def _other_pages(qkv, gate, r, b, w, S, conv, src, dst, past):
 def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
     B, h, d = len(qkv), *S.shape[1:3]
     strides = (ctypes.c_int64 * 4)(*(x.stride(0) for x in (qkv, gate, r, b)))
-    out, y, row = _empty(B, h * d), _empty(3 * h * d), _empty(2 * d)
+    out, scratch = qkv.new_empty(B, h * d), qkv.new_empty(3 * h * d + 2 * d)
     library().kda_decode(
         *(x.data_ptr() for x in (qkv, gate, r, b)), strides,
         *(x.data_ptr() for x in (w.conv, w.A_log, w.dt_bias, w.o_norm)), w.eps, w.lower_bound or 0,
         S.data_ptr(), S.stride(0), conv.data_ptr(), conv.stride(0), conv.stride(1),
         src.data_ptr(), src.stride(0), dst.data_ptr(), dst.stride(0), past.data_ptr(),
-        y.data_ptr(), row.data_ptr(), out.data_ptr(), B, h, d, w.conv.shape[1],
+        scratch.data_ptr(), out.data_ptr(), B, h, d, w.conv.shape[1],
     )  # fmt: skip
     return out
 
@@ -232,8 +229,8 @@ def _other_table(q, stored, rank, part, *_):
 @_op("mla_decode", lambda q, *_: len(q) * q.shape[1], lambda q, stored, *_: (q, stored), _other_table)
 def mla_decode(q, stored, rank, part, scale, row_scale):
     B, T, heads, width = q.shape
-    q, o, lse = q.contiguous(), _empty(B, T, heads, rank), _empty(B, T, heads)
-    scores = _empty(heads, part.longest)
+    q, new = q.contiguous(), q.new_empty
+    o, lse, scores = new(B, T, heads, rank), new(B, T, heads), new(heads, part.longest)
     library().mla_decode(
         q.data_ptr(), stored.data_ptr(), part.table.data_ptr(), part.past.data_ptr(), scale, scores.data_ptr(),
         o.data_ptr(), lse.data_ptr(), B, T, heads, rank, width - rank, part.table.stride(0), part.page_size,
