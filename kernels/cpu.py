@@ -69,6 +69,9 @@ def _cpu():
     return re.findall(r"^(?:model name|flags|Features)\s*:.*", info.read_text(), re.M)[:2] if info.exists() else ""
 
 
+_array = functools.cache(lambda kind, n: kind * n)  # else the type would be made again and again
+
+
 def _op(name, rows, tensors, why_not=lambda *args: None):
     """Declares a function for the op; rows(*args): how many there are; tensors(*args): those that must be float32, and
     contiguous but for what lies between rows.
@@ -106,7 +109,7 @@ def attnres_norm(terms, blocks, mix, norm):
     s, y = terms
     s, y = (y, None) if s is None else (s, y)
     total, out, (N, H), J = s if y is None else torch.empty_like(s), torch.empty_like(s), s.shape, len(blocks) + 1
-    candidates = (ctypes.c_void_p * J)(*[x.data_ptr() for x in blocks], total.data_ptr())
+    candidates = _array(ctypes.c_void_p, J)(*[x.data_ptr() for x in blocks], total.data_ptr())
     query, proj, eps = (mix[0].data_ptr(), mix[1].data_ptr(), mix[2]) if blocks else (None, None, 0)
     weight, norm_eps = (norm[0].data_ptr(), norm[1]) if norm else (None, 0)
     library().attnres(
@@ -197,7 +200,7 @@ def _other_pages(qkv, gate, r, b, w, S, conv, src, dst, past):
 @_op("kda_decode", lambda qkv, *_: len(qkv), _float, _other_pages)
 def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
     B, h, d = len(qkv), *S.shape[1:3]
-    strides = (ctypes.c_int64 * 4)(*(x.stride(0) for x in (qkv, gate, r, b)))
+    strides = _array(ctypes.c_int64, 4)(*[x.stride(0) for x in (qkv, gate, r, b)])
     out, scratch = qkv.new_empty(B, h * d), qkv.new_empty(3 * h * d + 2 * d)
     library().kda_decode(
         *(x.data_ptr() for x in (qkv, gate, r, b)), strides,
