@@ -139,18 +139,35 @@ void router(const float *logits, const float *bias, I use_sigmoid, I normalize, 
     }
 }
 
-// w13 [E, 2 inner, L], w2 [E, L, inner]; scratch [3 inner]. Expert by expert: its matrices are read once.
-void experts(const float *z, I stride, const I *ids, const float *weights, const float *w13, const float *w2,
+// A matrix [rows, columns], the e-th of a stack of float32, or bfloat16 where narrow, times x -> y.
+static void multiply(const void *stack, I narrow, I e, const float *x, float *y, I rows, I columns) {
+    const float *wide = (const float *)stack + e * rows * columns;
+    const uint16_t *half = (const uint16_t *)stack + e * rows * columns;
+    if (!narrow)
+        for (I i = 0; i < rows; i++) y[i] = dot(wide + i * columns, x, columns);
+    else
+        for (I i = 0; i < rows; i++, half += columns) {
+            float sum = 0;
+            for (I j = 0; j < columns; j++) {
+                union { uint32_t bits; float value; } w = {(uint32_t)half[j] << 16};
+                sum += w.value * x[j];
+            }
+            y[i] = sum;
+        }
+}
+
+// w13 [E, 2 inner, L], w2 [E, L, inner]; scratch [3 inner + L]. Expert by expert: its matrices are read once.
+void experts(const float *z, I stride, const I *ids, const float *weights, const void *w13, const void *w2, I narrow,
              float beta, float linear, float *scratch, float *out, I N, I k, I E, I L, I inner) {
+    float *h = scratch + 2 * inner, *y = h + inner;
     memset(out, 0, N * L * sizeof(float));
     for (I e = 0; e < E; e++)
         for (I c = 0; c < N * k; c++) {
             if (ids[c] != e) continue;
-            const float *in = z + c / k * stride, *up = w13 + e * 2 * inner * L, *down = w2 + e * L * inner;
-            float *h = scratch + 2 * inner, *y = out + c / k * L;
-            for (I i = 0; i < 2 * inner; i++) scratch[i] = dot(up + i * L, in, L);
+            multiply(w13, narrow, e, z + c / k * stride, scratch, 2 * inner, L);
             activate(scratch, scratch + inner, h, inner, beta, linear);
-            for (I i = 0; i < L; i++) y[i] += weights[c] * dot(down + i * inner, h, inner);
+            multiply(w2, narrow, e, h, y, L, inner);
+            for (I i = 0; i < L; i++) out[c / k * L + i] += weights[c] * y[i];
         }
 }
 

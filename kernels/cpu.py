@@ -168,18 +168,23 @@ def route(logits, bias, cfg):
 
 
 def _not_whole(z, ids, weights, experts, cfg):
-    if experts.whole("w13", z.dtype) is None or experts.whole("w2", z.dtype) is None:
+    w13, w2 = experts.whole("w13"), experts.whole("w2")
+    if w13 is None or w2 is None:
         return "packed experts, too large to be kept unpacked"
-    return None if ids.is_contiguous() and weights.is_contiguous() else "choices that are not contiguous"
+    if w13.dtype != w2.dtype or w13.dtype not in (torch.float32, torch.bfloat16):
+        return f"experts in {w13.dtype} and {w2.dtype}"
+    together = all(x.is_contiguous() for x in (ids, weights, w13, w2))
+    return None if together else "choices or experts that are not contiguous"
 
 
 @_op("experts", lambda z, *_: len(z), lambda z, ids, weights, experts, cfg: (z, weights), _not_whole)
 def routed_experts(z, ids, weights, experts, cfg):
-    (N, L), w13, w2 = z.shape, experts.whole("w13", z.dtype), experts.whole("w2", z.dtype)
-    out, scratch = z.new_empty(N, L), z.new_empty(3 * experts.inner)
+    (N, L), w13, w2 = z.shape, experts.whole("w13"), experts.whole("w2")
+    out, scratch = z.new_empty(N, L), z.new_empty(3 * experts.inner + L)
     library().experts(
-        z.data_ptr(), z.stride(0), ids.data_ptr(), weights.data_ptr(), w13.data_ptr(), w2.data_ptr(), *_betas(cfg),
-        scratch.data_ptr(), out.data_ptr(), N, ids.shape[1], len(w13), L, experts.inner,
+        z.data_ptr(), z.stride(0), ids.data_ptr(), weights.data_ptr(), w13.data_ptr(), w2.data_ptr(),
+        w13.dtype == torch.bfloat16, *_betas(cfg), scratch.data_ptr(), out.data_ptr(), N, ids.shape[1], len(w13), L,
+        experts.inner,
     )  # fmt: skip
     return out
 
