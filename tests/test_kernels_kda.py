@@ -156,9 +156,9 @@ def test_a_fault_stays_home():
 
 
 def check_fault(lengths, at, name, **kind):
-    """NaN in one number of a token of the first sequence: the token has it, a value's or a gate's all that follow in the
-    text too, and nobody else: not the chunks before, and of the other sequences no bit changes. Rows before it in its
-    own chunk may have it, for they are products with zeros in place of what follows.
+    """NaN in one number of a token of the first sequence: it comes out there, that of a value or a gate in all that
+    follows too. No chunk before has it, and of the other sequences no bit changes. (The rows before it in its own chunk
+    may have it: products with zeros stand for what they do not see.)
     """
     args, clean = problem(lengths, **kind), problem(lengths, **kind)
     column = {"q": 5, "k": args[1].shape[1] + 5, "v": 2 * args[1].shape[1] + 5}
