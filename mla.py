@@ -43,12 +43,18 @@ def mla_expanded(q, rows, W_kvb, mask, scale):
 def absorb_query(q, W_kvb, p):
     """q [..., h, n+p], W_kvb [h, n+v, r] -> [..., h, r+p]: what the rows themselves are scored against."""
     nope = q.shape[-1] - p
-    return torch.cat([torch.einsum("...hn,hnr->...hr", q[..., :nope], W_kvb[:, :nope]), q[..., nope:]], dim=-1)
+    return torch.cat([_by_head(q[..., :nope], W_kvb[:, :nope]), q[..., nope:]], dim=-1)
 
 
 def absorb_value(o, W_kvb, v):
     """o [..., h, r]: the attention over latents; W_kvb [h, n+v, r] -> [..., h, v]."""
-    return torch.einsum("...hr,hvr->...hv", o, W_kvb[:, -v:])
+    return _by_head(o, W_kvb[:, -v:].mT)
+
+
+def _by_head(x, W):
+    """x [..., h, i], W [h, i, o] -> [..., h, o]: a product for each head."""
+    heads = torch.bmm(x.flatten(0, -3).transpose(0, 1), W)
+    return heads.transpose(0, 1).unflatten(0, x.shape[:-2])
 
 
 def gather_rows(stored, part, first, last, T, scale, dtype):

@@ -93,8 +93,9 @@ def _tables(dtype, device):
 class Experts(nn.Module):
     """E experts' matrices: `w13` [E, 2I, L] (gate rows, up rows) and `w2` [E, L, I], each float or packed MXFP4.
 
-    keep: bytes that may stay unpacked on a CPU. They are no part of the model's state, and follow its packed weights:
-    a change that PyTorch counts (not one through `.data`), or a move to another device, lets them go.
+    keep: bytes that may stay unpacked on a CPU, in bfloat16, which is exact. They are no part of the model's state, and
+    follow its packed weights: a change that PyTorch counts (not one through `.data`) or a move to another device lets
+    them go.
     """
 
     def __init__(self, num, width, inner, keep=0):
@@ -114,25 +115,25 @@ class Experts(nn.Module):
 
     def matrices(self, name, ids, dtype):
         """The matrices of the experts ids, [in, out] each, in dtype; packed ones one by one, as they are asked for."""
-        whole = self.whole(name, dtype)
+        whole = self.whole(name)
         if whole is not None:
-            matrices = whole.mT.unbind()
-            return [matrices[e] for e in ids]
+            matrices = whole.mT.unbind() if self.is_packed(name) else whole.to(dtype).mT.unbind()
+            return (matrices[e].to(dtype) for e in ids)
         packed, scale = getattr(self, f"{name}_packed"), getattr(self, f"{name}_scale")
         groups = torch.tensor(ids, device=packed.device).split(TOGETHER)
         return (w for at in groups for w in mxfp4_unpack(packed[at], scale[at], dtype).mT)
 
-    def whole(self, name, dtype):
-        """The matrices of all experts, [E, out, in]; None where they are packed, and not kept unpacked."""
+    def whole(self, name):
+        """The matrices of all experts, [E, out, in]; None where they are packed, and not kept unpacked (bfloat16)."""
         if not self.is_packed(name):
-            return getattr(self, name).to(dtype)  # at once, where autocast would do it one by one
+            return getattr(self, name)
         packed, scale = self._buffers[f"{name}_packed"], self._buffers[f"{name}_scale"]
-        room = packed.is_cpu and self.values * dtype.itemsize <= self.keep
+        room = packed.is_cpu and 2 * self.values <= self.keep
         if not room or torch.is_grad_enabled() or packed.is_inference():
             return None
-        kept, now = self.unpacked.get(name), (packed._version, scale._version, dtype)
+        kept, now = self.unpacked.get(name), (packed._version, scale._version)
         if kept is None or kept[0] is not packed or kept[1] is not scale or kept[2] != now:
-            kept = self.unpacked[name] = packed, scale, now, mxfp4_unpack(packed, scale, dtype)
+            kept = self.unpacked[name] = packed, scale, now, mxfp4_unpack(packed, scale, torch.bfloat16)
         return kept[3]
 
     def _apply(self, *args, **kwargs):

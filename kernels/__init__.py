@@ -179,10 +179,11 @@ def _choose(name, wanted, args, kwargs):
             raise ValueError(f"kernels: {name}={wanted} cannot run here: {reason}; choose auto or torch")
         return wanted, function
     x = args[0] if isinstance(args[0], torch.Tensor) else next(t for t in args[0] if t is not None)
-    if x.is_cpu and "c" in implementations and not torch.is_grad_enabled():
-        function, why_not, slower = implementations["c"]
-        if not slower(*args) and why_not(*args) is None:
+    if x.is_cpu:  # where every microsecond counts
+        function, why_not, slower = implementations.get("c", (None, None, None))
+        if function and not torch.is_grad_enabled() and not slower(*args) and why_not(*args) is None:
             return "c", function
+        return "torch", implementations["torch"][0]
     for backend in PREFERENCE if x.is_cuda and load() is None else ():
         function, why_not, slower = implementations.get(backend, (None, None, None))
         if function and not (why_not and _why_not(why_not, args, kwargs) or slower and slower(*args, **kwargs)):

@@ -139,29 +139,46 @@ void router(const float *logits, const float *bias, I use_sigmoid, I normalize, 
     }
 }
 
-// w13 [E, 2 inner, L], w2 [E, L, inner]; scratch [3 inner]. Expert by expert: its matrices are read once.
-void experts(const float *z, I stride, const I *ids, const float *weights, const float *w13, const float *w2,
+// A matrix [rows, columns], the e-th of a stack of float32, or bfloat16 where narrow, times x -> y.
+static void multiply(const void *stack, I narrow, I e, const float *x, float *y, I rows, I columns) {
+    const float *wide = (const float *)stack + e * rows * columns;
+    const uint16_t *half = (const uint16_t *)stack + e * rows * columns;
+    if (!narrow)
+        for (I i = 0; i < rows; i++) y[i] = dot(wide + i * columns, x, columns);
+    else
+        for (I i = 0; i < rows; i++, half += columns) {
+            float sum = 0;
+            for (I j = 0; j < columns; j++) {
+                union { uint32_t bits; float value; } w = {(uint32_t)half[j] << 16};
+                sum += w.value * x[j];
+            }
+            y[i] = sum;
+        }
+}
+
+// w13 [E, 2 inner, L], w2 [E, L, inner]; scratch [3 inner + L]. Expert by expert: its matrices are read once.
+void experts(const float *z, I stride, const I *ids, const float *weights, const void *w13, const void *w2, I narrow,
              float beta, float linear, float *scratch, float *out, I N, I k, I E, I L, I inner) {
+    float *h = scratch + 2 * inner, *y = h + inner;
     memset(out, 0, N * L * sizeof(float));
     for (I e = 0; e < E; e++)
         for (I c = 0; c < N * k; c++) {
             if (ids[c] != e) continue;
-            const float *in = z + c / k * stride, *up = w13 + e * 2 * inner * L, *down = w2 + e * L * inner;
-            float *h = scratch + 2 * inner, *y = out + c / k * L;
-            for (I i = 0; i < 2 * inner; i++) scratch[i] = dot(up + i * L, in, L);
+            multiply(w13, narrow, e, z + c / k * stride, scratch, 2 * inner, L);
             activate(scratch, scratch + inner, h, inner, beta, linear);
-            for (I i = 0; i < L; i++) y[i] += weights[c] * dot(down + i * inner, h, inner);
+            multiply(w2, narrow, e, h, y, L, inner);
+            for (I i = 0; i < L; i++) out[c / k * L + i] += weights[c] * y[i];
         }
 }
 
 // ---------------------------------------------------------------- KDA
 
 // One token of B sequences. rows: qkv, gate, r, b at strides; S [pages, h, d, d] and conv [pages, taps - 1, 3 h d] of
-// page_stride and tap_stride; src, dst at a stride of `groups`; window [taps, 3 h d] and row [6 d] are scratch.
+// page_stride and tap_stride; src, dst [B] at strides; y [3 h d + 2 d]: scratch.
 void kda_decode(const float *qkv, const float *gate, const float *r, const float *b, const I *strides,
                 const float *taps, const float *A_log, const float *dt_bias, const float *o_norm, float eps,
                 float lower_bound, float *S, I S_page, float *conv, I conv_page, I conv_tap, const I *src, I src_stride,
-                const I *dst, I dst_stride, const int32_t *past, float *y, float *row, float *out, I B, I h, I d, I K) {
+                const I *dst, I dst_stride, const int32_t *past, float *y, float *out, I B, I h, I d, I K) {
     I hd = h * d;
     for (I s = 0; s < B; s++, out += hd) {
         I from = past[s] ? src[s * src_stride] : -1, to = dst[s * dst_stride];
@@ -184,7 +201,7 @@ void kda_decode(const float *qkv, const float *gate, const float *r, const float
         for (I head = 0; head < h; head++) {
             const float *q = y + head * d, *k = q + hd, *v = k + hd;
             float q_scale = 1 / sqrtf(dot(q, q, d) + 1e-6f) / sqrtf(d), k_scale = 1 / sqrtf(dot(k, k, d) + 1e-6f);
-            float beta = sigmoid(b[s * strides[3] + head]), speed = expf(A_log[head]), *error = row, *o = row + d;
+            float beta = sigmoid(b[s * strides[3] + head]), speed = expf(A_log[head]), *error = y + 3 * hd, *o = error + d;
             memcpy(error, v, d * sizeof(float));
             memset(o, 0, d * sizeof(float));
             float *next = S + to * S_page + head * d * d;

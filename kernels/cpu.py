@@ -63,13 +63,13 @@ def _build(compiler, file):
     return file
 
 
-_empty = functools.partial(torch.empty, dtype=torch.float32, device="cpu")
-
-
 def _cpu():
     """What -march=native may depend on: a home folder may be that of many machines."""
     info = Path("/proc/cpuinfo")
     return re.findall(r"^(?:model name|flags|Features)\s*:.*", info.read_text(), re.M)[:2] if info.exists() else ""
+
+
+_array = functools.cache(lambda kind, n: kind * n)  # else the type would be made again and again
 
 
 def _op(name, rows, tensors, why_not=lambda *args: None):
@@ -109,7 +109,7 @@ def attnres_norm(terms, blocks, mix, norm):
     s, y = terms
     s, y = (y, None) if s is None else (s, y)
     total, out, (N, H), J = s if y is None else torch.empty_like(s), torch.empty_like(s), s.shape, len(blocks) + 1
-    candidates = (ctypes.c_void_p * J)(*[x.data_ptr() for x in blocks], total.data_ptr())
+    candidates = _array(ctypes.c_void_p, J)(*[x.data_ptr() for x in blocks], total.data_ptr())
     query, proj, eps = (mix[0].data_ptr(), mix[1].data_ptr(), mix[2]) if blocks else (None, None, 0)
     weight, norm_eps = (norm[0].data_ptr(), norm[1]) if norm else (None, 0)
     library().attnres(
@@ -125,7 +125,7 @@ def _no_matrix(x, weight, eps):
 
 @_op("rms_norm", lambda x, *_: len(x), lambda x, weight, eps: (x, weight), _no_matrix)
 def rms_norm(x, weight, eps):
-    out = _empty(x.shape)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     library().rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, out.data_ptr(), *x.shape)
     return out
 
@@ -136,7 +136,7 @@ def rms_norm(x, weight, eps):
 @_op("gated_act", lambda x, cfg: len(x), lambda x, cfg: (x,))
 def gated_act(x, cfg):
     N, inner = len(x), x.shape[1] // 2
-    out = _empty(N, inner)
+    out = x.new_empty(N, inner)
     library().gated_act(x.data_ptr(), x.stride(0), *_betas(cfg), out.data_ptr(), N, inner)
     return out
 
@@ -147,7 +147,7 @@ def _strided_rows(x, *_):
 
 @_op("moe_in", lambda x, *_: len(x), lambda x, weight, num_experts: (x, weight), _strided_rows)
 def in_projection(x, weight, num_experts):
-    logits = _empty(len(x), num_experts)
+    logits = x.new_empty(len(x), num_experts)
     library().router_logits(x.data_ptr(), weight.data_ptr(), logits.data_ptr(), *x.shape, num_experts)
     return logits, F.linear(x, weight[num_experts:])
 
@@ -159,7 +159,7 @@ def _groups(logits, bias, cfg):
 @_op("router", lambda logits, *_: len(logits), lambda logits, bias, cfg: (logits, bias), _groups)
 def route(logits, bias, cfg):
     (N, E), k = logits.shape, cfg.num_experts_per_token
-    ids, weights = torch.empty(N, k, dtype=torch.int64, device="cpu"), _empty(N, k)
+    ids, weights = logits.new_empty(N, k, dtype=torch.int64), logits.new_empty(N, k)
     library().router(
         logits.data_ptr(), bias.data_ptr(), cfg.moe_router_activation_func == "sigmoid", cfg.moe_renormalize,
         cfg.routed_scaling_factor, ids.data_ptr(), weights.data_ptr(), N, E, k,
@@ -168,18 +168,23 @@ def route(logits, bias, cfg):
 
 
 def _not_whole(z, ids, weights, experts, cfg):
-    if experts.whole("w13", z.dtype) is None or experts.whole("w2", z.dtype) is None:
+    w13, w2 = experts.whole("w13"), experts.whole("w2")
+    if w13 is None or w2 is None:
         return "packed experts, too large to be kept unpacked"
-    return None if ids.is_contiguous() and weights.is_contiguous() else "choices that are not contiguous"
+    if w13.dtype != w2.dtype or w13.dtype not in (torch.float32, torch.bfloat16):
+        return f"experts in {w13.dtype} and {w2.dtype}"
+    together = all(x.is_contiguous() for x in (ids, weights, w13, w2))
+    return None if together else "choices or experts that are not contiguous"
 
 
 @_op("experts", lambda z, *_: len(z), lambda z, ids, weights, experts, cfg: (z, weights), _not_whole)
 def routed_experts(z, ids, weights, experts, cfg):
-    (N, L), w13, w2 = z.shape, experts.whole("w13", z.dtype), experts.whole("w2", z.dtype)
-    out, scratch = _empty(N, L), _empty(3 * experts.inner)
+    (N, L), w13, w2 = z.shape, experts.whole("w13"), experts.whole("w2")
+    out, scratch = z.new_empty(N, L), z.new_empty(3 * experts.inner + L)
     library().experts(
-        z.data_ptr(), z.stride(0), ids.data_ptr(), weights.data_ptr(), w13.data_ptr(), w2.data_ptr(), *_betas(cfg),
-        scratch.data_ptr(), out.data_ptr(), N, ids.shape[1], len(w13), L, experts.inner,
+        z.data_ptr(), z.stride(0), ids.data_ptr(), weights.data_ptr(), w13.data_ptr(), w2.data_ptr(),
+        w13.dtype == torch.bfloat16, *_betas(cfg), scratch.data_ptr(), out.data_ptr(), N, ids.shape[1], len(w13), L,
+        experts.inner,
     )  # fmt: skip
     return out
 
@@ -200,14 +205,14 @@ def _other_pages(qkv, gate, r, b, w, S, conv, src, dst, past):
 @_op("kda_decode", lambda qkv, *_: len(qkv), _float, _other_pages)
 def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
     B, h, d = len(qkv), *S.shape[1:3]
-    strides = (ctypes.c_int64 * 4)(*(x.stride(0) for x in (qkv, gate, r, b)))
-    out, y, row = _empty(B, h * d), _empty(3 * h * d), _empty(2 * d)
+    strides = _array(ctypes.c_int64, 4)(*[x.stride(0) for x in (qkv, gate, r, b)])
+    out, scratch = qkv.new_empty(B, h * d), qkv.new_empty(3 * h * d + 2 * d)
     library().kda_decode(
         *(x.data_ptr() for x in (qkv, gate, r, b)), strides,
         *(x.data_ptr() for x in (w.conv, w.A_log, w.dt_bias, w.o_norm)), w.eps, w.lower_bound or 0,
         S.data_ptr(), S.stride(0), conv.data_ptr(), conv.stride(0), conv.stride(1),
         src.data_ptr(), src.stride(0), dst.data_ptr(), dst.stride(0), past.data_ptr(),
-        y.data_ptr(), row.data_ptr(), out.data_ptr(), B, h, d, w.conv.shape[1],
+        scratch.data_ptr(), out.data_ptr(), B, h, d, w.conv.shape[1],
     )  # fmt: skip
     return out
 
@@ -232,8 +237,8 @@ def _other_table(q, stored, rank, part, *_):
 @_op("mla_decode", lambda q, *_: len(q) * q.shape[1], lambda q, stored, *_: (q, stored), _other_table)
 def mla_decode(q, stored, rank, part, scale, row_scale):
     B, T, heads, width = q.shape
-    q, o, lse = q.contiguous(), _empty(B, T, heads, rank), _empty(B, T, heads)
-    scores = _empty(heads, part.longest)
+    q, new = q.contiguous(), q.new_empty
+    o, lse, scores = new(B, T, heads, rank), new(B, T, heads), new(heads, part.longest)
     library().mla_decode(
         q.data_ptr(), stored.data_ptr(), part.table.data_ptr(), part.past.data_ptr(), scale, scores.data_ptr(),
         o.data_ptr(), lse.data_ptr(), B, T, heads, rank, width - rank, part.table.stride(0), part.page_size,

@@ -10,6 +10,9 @@ for all chunks at once, and only a few products per chunk remain for the ordered
                                      S = e^{G_C} S + (k e^{G_C - G})^T U: the state stays in registers
     norm      grid tokens x heads    RMSNorm(o) * sigmoid(gate)
 
+A NaN in a token comes out there and in all that follows, and may in the tokens before it in its chunk: products with
+zeros stand for what they do not see. It reaches no other chunk before it, and no other text.
+
 Few long texts leave most of a GPU idle in the scan. Then a text is cut into groups of chunks, a group being a linear
 map S -> M S + N: all maps at once (the scan itself, from S = I without v and from S = 0), one ordered pass over the
 groups (`carry`), and the scan of all groups at once from the states they are entered with.

@@ -127,6 +127,18 @@ def test_host(tmp_path):
     assert all(r["value"] < r["target"] for r in rows if r["unit"] == "%")
 
 
+def test_cpu(tmp_path, capsys):
+    """Against itself: both columns, one model, and as many operations."""
+    file, root = tmp_path / "cpu.json", Path(bench.__file__).parent
+    args = ["cpu", "--model", str(DATA / "micro"), "--quick", "--against", str(root), "--json", str(file)]
+    assert bench.main(args) == 0
+    rows, table = json.loads(file.read_text())["rows"], capsys.readouterr().out
+    assert len(rows) == 6 and all(r["now"] > 0 and r["before"] > 0 and r["ratio"] > 0 for r in rows)
+    called, nested = (r for r in rows if "operations" in r["what"])
+    assert called["ratio"] == nested["ratio"] == 1 and called["now"] < nested["now"]
+    assert all(r["what"] in table for r in rows)
+
+
 def test_memory_of_the_tree_is_about_what_python_took():
     pool = PagePool(case("micro")[0].cfg, 200, device="meta")
     pages, state, draw = pool.allocate(100), pool.allocate(pool.groups), np.random.default_rng(0)
@@ -147,6 +159,7 @@ def test_memory_of_the_tree_is_about_what_python_took():
         (["agent", "--model", "no-such-folder"], "no-such-folder"),
         (["agent", "--model", str(DATA / "micro"), "--turns", "99"], "fewer --turns"),
         (["host", "--json", "no-such-folder/x.json"], "no such folder"),
+        (["cpu", "--against", "no-such-folder"], "no-such-folder: there is no engine.py"),
         (["kernels", "--only", "linear"], "measures a GPU, and PyTorch sees none"),
         (["step"], "measures a GPU, and PyTorch sees none"),
         (["all"], "measures a GPU, and PyTorch sees none"),
