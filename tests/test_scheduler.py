@@ -84,6 +84,18 @@ def test_a_request_whose_prefix_runs_already_needs_few_pages():
     audit(engine)
 
 
+def test_who_is_put_back_keeps_its_place():
+    engine = Engine(case("micro")[0], num_pages=40, max_batch=2)
+    outs = [add(engine, text(i, 20), 4) for i in range(4)]
+    engine.step()
+    for request in list(engine.running):
+        engine.scheduler._put_back(request)
+    assert [r.out.rid for r in engine.waiting] == [out.rid for out in outs]
+    drain(engine)
+    assert [o.token_ids for o in outs] == [alone("micro", tuple(text(i, 20)), 4) for i in range(4)]
+    audit(engine)
+
+
 def test_who_waits_for_rows_lets_others_pass():
     with delayed(20):
         engine = Engine(case("micro")[0], num_pages=20, host_pages=60)
