@@ -97,6 +97,14 @@ def test_a_page_is_free_when_its_last_holder_drops_it():
     assert pool.free_pages == 2
 
 
+def test_a_page_that_is_released_twice_at_once_is_free_once():
+    pool = PagePool(TINY, 3)
+    page = pool.allocate(1)
+    pool.retain(page)
+    assert pool.release([page[0], page[0]]) == page.tolist() and pool.free_pages == 3
+    assert sorted(pool.allocate(3).tolist()) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("again", [[0], [1, 1]])
 def test_releasing_too_often_is_noticed(again):
     pool = PagePool(TINY, 3)
