@@ -48,7 +48,7 @@ def choose(N, E, k, how):
 
 
 def inputs(N, E, k, L, how, dtype):
-    return torch.randn(N, L).to(DEVICE, dtype), choose(N, E, k, how).to(DEVICE), torch.rand(N, k, device=DEVICE)
+    return torch.randn(N, L).to(DEVICE, dtype), choose(N, E, k, how).to(DEVICE), torch.rand(N, k).to(DEVICE)
 
 
 def reference(z, ids, weights, experts, cfg):
