@@ -133,6 +133,8 @@ def load(model, path, device="cpu", progress=True):
 
     Raises one ValueError that lists all missing, unexpected and misshaped tensors before anything is allocated.
     """
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device} was asked for, but PyTorch sees no GPU here; use cpu")
     plan = plan_load(model, path, progress)
     # What to_empty does; but its empty_like of a meta tensor imports sympy and half of PyTorch's compiler.
     model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
@@ -145,7 +147,7 @@ def load(model, path, device="cpu", progress=True):
     ):
         for name, got in plan:
             tensors = [handle.get_tensor(stored_name) for handle, stored_name, _, _ in got]
-            if got and got[-1][1].endswith("_scale") and (tensors[-1] == 255).any():
+            if got and got[-1][1].endswith(".weight_scale") and (tensors[-1] == 255).any():
                 raise ValueError(f"{path}: {got[-1][1]} has a scale byte 255 (NaN); the file is damaged")
             tensor = mxfp4_unpack(*tensors, torch.get_default_dtype()) if len(tensors) == 2 else [*tensors, None][0]
             if tensor is None:
@@ -272,7 +274,7 @@ def attach_copy(model, path, name, main, tensor):
 def _faults(name, shape, sources, heads):
     """What is wrong with the one plain tensor, or the MXFP4 pair, that is to fill a weight of this shape."""
     plain = len(sources) == 1
-    kinds = ("U8",) if not plain or name.endswith(("_packed", "_scale")) else FLOATS
+    kinds = ("U8",) if not plain or name.endswith((".weight_packed", ".weight_scale")) else FLOATS
     if plain:
         if sources[0][2] == shape and sources[0][3] in kinds:
             return []

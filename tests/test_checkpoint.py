@@ -703,6 +703,22 @@ def test_packed_of_another_dtype(tmp_path, suffix, wrong):
     refused(folder_with(tmp_path, tensors, "micro-mxfp4"), EXPERT + suffix)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_scales_of_fp8_rows(tmp_path, dtype):
+    """Numbers of any float dtype, 255 too: they are no scales of MXFP4."""
+    scales = {P + f"3.self_attn.{name}_scale": torch.tensor([255.0], dtype=dtype) for name in ("latent", "key")}
+    model = load(folder_with(tmp_path, stored(DATA / "micro") | scales))
+    assert model.layers[3].self_attn.latent_scale.item() == model.layers[3].self_attn.key_scale.item() == 255
+    model.save_pretrained(tmp_path / "again", mxfp4=False)
+    assert stored(tmp_path / "again").keys() >= scales.keys()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there():
+    with pytest.raises(ValueError, match="sees no GPU here"):
+        K3.from_pretrained(DATA / "micro", device="cuda", progress=False)
+
+
 def test_packed_experts_with_rows_of_48(tmp_path):
     """MXFP4 needs rows of a multiple of 32: what has others is no MXFP4, whatever the shapes."""
     tiny_model(moe_intermediate_size=48).save_pretrained(tmp_path)
