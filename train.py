@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -41,6 +42,7 @@ DATA = []  # text files to train on
 VAL = []  # held-out text files, never trained on
 OUT = "out"  # folder to write
 RESUME = False  # go on from train.pt in the out folder
+INIT = ""  # a checkpoint folder to start from: its sizes, weights and tokenizer
 SOURCES = ""  # text file that lists where the data comes from, copied into the model card
 CARD_DATA = ""  # a sentence about the data, for the model card
 STEPS = 400  # optimizer steps
@@ -127,6 +129,22 @@ def config(opt, vocab):
     return K3Config(**model, **ids, linear_attn_config=linear)
 
 
+def new_model(opt, vocab):
+    """A K3 with random weights, or with those of INIT: unpacked experts, all float32."""
+    if not opt.init:
+        return K3(config(opt, vocab))
+    saved = K3.from_pretrained(opt.init, torch.float32, progress=False)
+    if opt.draft_steps and not saved.mtp:
+        raise ValueError(f"{opt.init} has no MTP layer to train; give --draft-steps 0")
+    weights = saved.state_dict()
+    for name in [name.removesuffix("_packed") for name in weights if name.endswith("_packed")]:
+        packed, scale = weights.pop(f"{name}_packed"), weights.pop(f"{name}_scale")
+        weights[name] = moe.mxfp4_unpack(packed, scale, torch.float32)
+    model = K3(saved.cfg)
+    model.load_state_dict(weights)
+    return model
+
+
 # ---------------------------------------------------------------- loss, optimizer, balance
 
 
@@ -199,7 +217,10 @@ def train(opt):
     text, held_out = read(opt.data), read(opt.val)
     out.mkdir(parents=True, exist_ok=True)
     if not opt.resume:
-        train_tokenizer(text, opt.bpe_size).save(str(out / "tokenizer.json"))
+        if opt.init:
+            shutil.copyfile(Path(opt.init) / "tokenizer.json", out / "tokenizer.json")
+        else:
+            train_tokenizer(text, opt.bpe_size).save(str(out / "tokenizer.json"))
     tokenizer = Tokenizer.from_pretrained(out)
     data, val = encode(tokenizer, text, device), encode(tokenizer, held_out, device)
     if len(data) <= opt.seq:
@@ -208,7 +229,7 @@ def train(opt):
     part_bytes = len(held_out.encode()) * len(part) / len(val)
 
     torch.manual_seed(opt.seed)
-    model = K3(config(opt, tokenizer.vocab_size)).to(device).train()
+    model = new_model(opt, tokenizer.vocab_size).to(device).train()
     optimizers, moes = make_optimizers(model, opt), [m for m in model.modules() if isinstance(m, moe.MoE)]
     add_dropout(model, opt.dropout)
     for layer in moes:
@@ -344,12 +365,12 @@ def settings(argv):
         text = f"{help_.get(name.upper(), 'as in config.json')} [{value}]".replace("%", "%%")
         parser.add_argument(f"--{name.replace('_', '-')}", help=text, **kind)
     given, saved = vars(parser.parse_args(argv)), {}
+    if (given.get("resume") or given.get("init")) and given.keys() & (MODEL.keys() | LINEAR.keys() | {"bpe_size"}):
+        raise ValueError("--resume, --init: the sizes of the model are those it has; leave their flags out")
     if given.get("resume"):
         file = Path(given.get("out", OUT)) / "train.pt"
         if not file.is_file():
             raise FileNotFoundError(f"{file}: nothing to resume; a run writes it every --save-every steps")
-        if given.keys() & (MODEL.keys() | LINEAR.keys() | {"bpe_size"}):
-            raise ValueError("--resume: the sizes of the model are those of the run; leave their flags out")
         saved = torch.load(file, map_location="cpu", weights_only=True)["settings"] | {"minutes": MINUTES}
     shown = [Path(a).name if os.path.isabs(a) or os.path.exists(a) else a for a in argv]  # no folders of this machine
     opt = argparse.Namespace(**defaults | {"command": shlex.join(["python", "train.py", *shown])} | saved | given)

@@ -82,6 +82,25 @@ def test_main_model_rests_while_mtp_alone_trains(texts, tmp_path):
     assert "mtp.layer.ffn.gate.e_score_correction_bias" in moved and "mtp.eh_proj.weight" in moved
 
 
+def test_init_goes_on_from_a_checkpoint(trained, texts, tmp_path):
+    """The MTP layer alone, longer: the main model is stored as it was, to the bit, and drafts get better."""
+    _, history, _, folder, _ = trained
+    flags = ["--init", str(folder), "--out", str(tmp_path), *SIZES[SIZES.index("--batch") :].split()]
+    opt = train.settings([*texts, *flags, "--steps=10", "--mtp-only=1", "--quant-from=0"])
+    model, more, _ = train.train(opt)
+    train.export(model, tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    with safe_open(folder / "model.safetensors", "pt") as old, safe_open(tmp_path / "model.safetensors", "pt") as new:
+        assert set(old.keys()) == set(new.keys())
+        moved = {name for name in old.keys() if not torch.equal(old.get_tensor(name), new.get_tensor(name))}
+    assert moved and all(".layers.4." in name for name in moved)
+    assert more[-1]["mtp_loss"] < history[-1]["mtp_loss"]
+    with pytest.raises(ValueError, match="those it has"):
+        train.settings([*texts, *flags, "--hidden-size=64"])
+    with pytest.raises(FileNotFoundError):
+        train.train(train.settings([*texts, *flags, "--init", str(tmp_path / "none")]))
+
+
 def test_stopped_at_every_step_equals_never_stopped(texts, tmp_path):
     plan = {"steps": 9, "quant_from": 0.4, "mtp_only": 0.3, "log_every": 2, "eval_every": 5}
     _, whole, _ = train.train(settings(texts, tmp_path / "whole", **plan))
@@ -318,6 +337,7 @@ def test_command_line(texts, tmp_path, capsys):
         (["--data", "a.txt"], "--val FILE"),
         (["--data", "no-such.txt", "--val", "no-such.txt"], "no-such.txt"),
         (["--resume", "--out", "no-such-folder"], "nothing to resume"),
+        (["--init", "tiny", "--bpe-size", "300"], "the sizes of the model"),
     ],
 )
 def test_errors_are_one_line(flags, words, capsys):
