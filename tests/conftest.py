@@ -1,7 +1,11 @@
 """Kernel tests run beside the others, in processes of their own: first those marked `interpreted`, where Triton
 interprets, then `compiles`, where it compiles for GPUs that are not here. A pipe brings their reports, a line each.
+
+Workers of `pytest -m gpu -n 12` share one GPU: its memory goes back after every test, and `large` ones take turns.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import queue
@@ -10,13 +14,29 @@ import sys
 import tempfile
 import threading
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+import torch
 
 KINDS = "interpreted", "compiles"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PIPE = int(os.environ.pop("TESTS_REPORT_TO", 0))  # only in such a process
 running = {}  # kind -> Beside
+
+
+@pytest.fixture(autouse=True)
+def gpu_memory(request):
+    """What a GPU test leaves in PyTorch's cache goes back to the device; who needs much of it waits for a turn."""
+    if not request.node.get_closest_marker("gpu"):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        if request.node.get_closest_marker("large"):
+            turn = stack.enter_context(open(Path(tempfile.gettempdir(), f"k3-tests-{os.getuid()}.lock"), "w"))
+            fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
 
 
 class Beside:

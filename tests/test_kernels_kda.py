@@ -268,6 +268,7 @@ def test_gpu_same_bits_each_time(dtype, lengths, h):
         assert all(torch.equal(x, y) for x, y in zip(first, got))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("pages", [pytest.param(9000, marks=on_gpu)])
 def test_gpu_pool_beyond_32_bits(pages):
     """9,000 pages of 300 KiB of values: the last begin beyond 2^31."""

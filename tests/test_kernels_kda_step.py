@@ -304,6 +304,7 @@ class TestOnGPU:
             seen = seen or got
             assert all(map(torch.equal, got, seen))
 
+    @pytest.mark.large
     def test_pools_past_two_to_the_31(self):
         """12 GB: page ids times the page's elements pass 2^32, of conv's too."""
         torch.manual_seed(0)

@@ -241,6 +241,7 @@ class TestGPU:
     def test_a_long_history(self, heads, backend, latents):
         check([131_071, 5], 1, heads, 512, 64, torch.bfloat16, latents, backend, P=1536)
 
+    @pytest.mark.large
     @pytest.mark.parametrize("backend, latents", EACH)
     def test_a_slab_past_int32(self, backend, latents):
         """Pages of which some begin past 2^31 elements."""
@@ -303,6 +304,7 @@ class TestGPU:
             o, lse = triton_mla.mla_decode(q[b : b + 1], slab, 512, alone, 0.07, None)
             assert rel(o[0], both[0][b]) < 4e-3 and rel(lse[0], both[1][b]) < 1e-5
 
+    @pytest.mark.large
     @pytest.mark.parametrize("slab", [torch.bfloat16, FP8])
     def test_write_past_int32(self, slab):
         kv = torch.randn(64, 700, dtype=torch.bfloat16, device=DEVICE)[:, 60:636]

@@ -190,6 +190,7 @@ class TestOnGPU:
     def test_odd_heads(self, sizes, dtype):
         check(*case([300, 17], [9, 0], dtype, **sizes))
 
+    @pytest.mark.large
     def test_large_pool_and_long_past(self):
         """Pages beyond 2^31 elements, and 128k tokens before the chunk."""
         q, W, stored, part, scale, _ = case([130], [131072], torch.bfloat16, page=128, **(REAL | dict(h=2)))

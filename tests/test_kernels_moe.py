@@ -264,6 +264,7 @@ class TestRealSizes:
         same = (ids == got[0][0]).all(1)
         assert same.float().mean() > 0.99 and rel(got[0][1][same], weights[same]) < 1e-6
 
+    @pytest.mark.large
     @pytest.mark.parametrize("N", [1, 2, 3, 17])
     def test_experts(self, N):
         cfg = tiny_config(num_experts=24, num_experts_per_token=16)
@@ -279,6 +280,7 @@ class TestRealSizes:
         assert all(torch.equal(other, got[0]) for other in got)
         assert rel(got[0], moe.routed_experts.torch_path(z.double(), ids, weights.double(), experts, cfg)) < 1e-5
 
+    @pytest.mark.large
     @pytest.mark.parametrize("N", [1, 16, 64, 65, 300])
     def test_in_projection(self, N):
         x, w = torch.randn(N, 7168, device="cuda").bfloat16(), torch.randn(16768, 7168, device="cuda").bfloat16() / 85

@@ -259,6 +259,7 @@ class TestOnGPU:
         experts, args = random_experts(E, L, inner), inputs(N, E, k, L, how, dtype)
         assert rel(grouped.experts_grouped(*args, experts, cfg), reference(*args, experts, cfg)) < limit
 
+    @pytest.mark.large
     @pytest.mark.parametrize("N", [1, 15, 64, 300, 1500])
     @pytest.mark.parametrize("fp8, limit", [(False, 1e-2), (True, 6e-2)])
     def test_wide_and_the_same_bits_again(self, N, fp8, limit):
@@ -281,5 +282,6 @@ class TestOnGPU:
         experts, args = random_experts(5, 64, 96), inputs(40, 5, 2, 64, "one", torch.float32)
         assert rel(grouped.experts_grouped_fp8(*args, experts, cfg), emulated(*args, experts, cfg)) < 1e-2
 
+    @pytest.mark.large
     def test_in_a_graph(self):
         check_in_a_graph(grouped.experts_grouped)

@@ -178,6 +178,7 @@ class TestOnGPU:
         got = split.experts_split(*args, experts, cfg, split.config(mean))
         assert rel(got, want) < 1.1 * rel(routed_experts.torch_path(*args, experts, cfg), want) < 5e-3
 
+    @pytest.mark.large
     @pytest.mark.parametrize("N", [1, 15, 64, 300, 1500])
     def test_wide_and_the_same_bits_again(self, N):
         torch.manual_seed(N)
@@ -191,5 +192,6 @@ class TestOnGPU:
         check_unpacking()
         check_splitting()
 
+    @pytest.mark.large
     def test_in_a_graph(self):
         check_in_a_graph(split.experts_split)
