@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 import kernels
 import moe
+from engine import Engine, SamplingParams
 from evaluate import PARAGRAPH, bits_per_byte, encode, evaluate, read
 from model import K3, K3Config
 from optim import Graphed, fast_ops, make_optimizers, quantize
@@ -60,6 +61,7 @@ QUANT_FROM = 0.7  # fraction of the steps after which experts are rounded to MXF
 DRAFT_STEPS = 3  # how many tokens the MTP layer learns to draft in a chain; 0: no MTP layer
 MTP_DISTILL = True  # its targets are the main model's distributions, not the text: drafts count when that model agrees
 MTP_ONLY = 0.25  # last fraction of the steps, in which the main model is frozen and the MTP layer learns
+OWN_TEXT = 0  # passages that the checkpoint of INIT goes on with, greedily; then half of what the MTP layer reads
 MTP_LR = 5e-3  # learning rate of Muon at the start of that part, falling linearly to 0; AdamW's in proportion
 SEED = 1337  # of the weights and of the order of the data
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where to train and to measure
@@ -109,6 +111,17 @@ def batch(data, step, opt):
     start = torch.randint(len(data) - opt.seq, (opt.batch, 1), generator=order).to(data.device, non_blocking=True)
     window = data[start + torch.arange(opt.seq + 1, device=data.device)].long()
     return window[:, :-1], window[:, 1:]
+
+
+def own_text(data, opt):
+    """OWN_TEXT passages of data [n], 128 tokens each, with the 96 that INIT would write next -> ids int32. Drafts are
+    made in such text, and it is more predictable than what people write."""
+    at = torch.randint(len(data) - 128, (opt.own_text, 1), generator=torch.Generator().manual_seed(opt.seed))
+    prompts = data.cpu()[at + torch.arange(128)].tolist()
+    engine = Engine(opt.init, device=opt.device, max_batch=512, prefix_cache=False)
+    outs = engine.generate(prompts, SamplingParams(max_tokens=96, ignore_eos=True), progress=True)
+    ids = [i for prompt, out in zip(prompts, outs) for i in (*prompt, *out.token_ids)]
+    return torch.tensor(ids, dtype=torch.int32, device=data.device)
 
 
 # ---------------------------------------------------------------- model
@@ -225,6 +238,9 @@ def train(opt):
     data, val = encode(tokenizer, text, device), encode(tokenizer, held_out, device)
     if len(data) <= opt.seq:
         raise ValueError(f"the data has {len(data)} tokens, a sequence takes {opt.seq + 1}; give more, or lower --seq")
+    own = own_text(data, opt) if opt.own_text else data
+    if len(own) <= opt.seq:
+        raise ValueError(f"--own-text {opt.own_text} gives {len(own)} tokens, a sequence takes {opt.seq + 1}; raise it")
     part = val[: 64 * opt.seq]
     part_bytes = len(held_out.encode()) * len(part) / len(val)
 
@@ -271,7 +287,7 @@ def train(opt):
         for optimizer, peak in zip(optimizers, (opt.lr, opt.adam_lr)):
             optimizer.param_groups[0]["lr"].fill_(learning_rate(step, opt) * peak / opt.lr)
         torch.manual_seed(opt.seed * 1_000_003 + step)  # dropout too depends on the step alone
-        run(*batch(data, step, opt))
+        run(*batch(own if frozen and step % 2 else data, step, opt))
 
         done, last = step + 1, step + 1 == opt.steps
         measure = last or done % opt.eval_every == 0
@@ -324,7 +340,7 @@ def plot(history, path):
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
     for key, unit in (("loss", "nats per token"), ("mtp_loss", "nats per token"), ("val", "held-out bits per byte")):
-        axes.plot(*zip(*((row["step"], row[key]) for row in history if key in row)), label=f"{key}, {unit}")
+        axes.plot(*zip(*((row["step"], row[key]) for row in history if row.get(key))), label=f"{key}, {unit}")
     axes.set(xlabel="step", yscale="log")
     axes.legend()
     figure.savefig(path)
@@ -367,6 +383,8 @@ def settings(argv):
     given, saved = vars(parser.parse_args(argv)), {}
     if (given.get("resume") or given.get("init")) and given.keys() & (MODEL.keys() | LINEAR.keys() | {"bpe_size"}):
         raise ValueError("--resume, --init: the sizes of the model are those it has; leave their flags out")
+    if given.get("own_text") and not given.get("init"):
+        raise ValueError("--own-text: it is the checkpoint of --init that writes; give one")
     if given.get("resume"):
         file = Path(given.get("out", OUT)) / "train.pt"
         if not file.is_file():
@@ -383,6 +401,8 @@ def main(argv=None):
         opt = settings(sys.argv[1:] if argv is None else argv)
         if not (opt.val and opt.data):
             raise ValueError("give --data FILE, to train on, and --val FILE, held out")
+        if opt.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError("PyTorch sees no GPU here; use --device cpu")
         model, history, finished = train(opt)
         if finished:
             export(model, Path(opt.out))

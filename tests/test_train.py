@@ -101,6 +101,29 @@ def test_init_goes_on_from_a_checkpoint(trained, texts, tmp_path):
         train.train(train.settings([*texts, *flags, "--init", str(tmp_path / "none")]))
 
 
+def test_own_text_is_what_the_checkpoint_writes(trained, texts):
+    """Each passage goes on greedily; the MTP layer reads them in every other step."""
+    folder = trained[3]
+    opt = train.settings([*texts, "--init", str(folder), "--own-text", "3", "--device", "cpu"])
+    model, data = train.K3.from_pretrained(folder, torch.float32, progress=False), torch.arange(300, dtype=torch.int32)
+    own = train.own_text(data, opt).view(3, 224).long()
+    assert (own[:, 1:128] == own[:, :127] + 1).all() and len(set(own[:, 0].tolist())) == 3
+    with torch.no_grad():
+        assert torch.equal(model(own).argmax(-1)[:, 127:-1], own[:, 128:])
+    with pytest.raises(ValueError, match="give one"):
+        train.settings([*texts, "--own-text", "3"])
+
+
+def test_own_text_is_read_once_the_main_model_is_frozen(trained, texts, tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(train, "own_text", lambda data, opt: -data - 1)
+    monkeypatch.setattr(train, "batch", lambda data, step, opt, usual=train.batch: read.append(int(data[0]) < 0) or
+                        usual(data.abs(), step, opt))  # fmt: skip
+    flags = ["--init", str(trained[3]), "--out", str(tmp_path), *SIZES[SIZES.index("--batch") :].split()]
+    train.train(train.settings([*texts, *flags, "--steps=6", "--mtp-only=0.5", "--own-text=3"]))
+    assert read == [False, False, False, True, False, True]
+
+
 def test_stopped_at_every_step_equals_never_stopped(texts, tmp_path):
     plan = {"steps": 9, "quant_from": 0.4, "mtp_only": 0.3, "log_every": 2, "eval_every": 5}
     _, whole, _ = train.train(settings(texts, tmp_path / "whole", **plan))
@@ -338,6 +361,7 @@ def test_command_line(texts, tmp_path, capsys):
         (["--data", "no-such.txt", "--val", "no-such.txt"], "no-such.txt"),
         (["--resume", "--out", "no-such-folder"], "nothing to resume"),
         (["--init", "tiny", "--bpe-size", "300"], "the sizes of the model"),
+        (["--own-text", "9"], "give one"),
     ],
 )
 def test_errors_are_one_line(flags, words, capsys):
