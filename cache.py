@@ -85,7 +85,7 @@ class PagePool(Pages):
         slabs = max(1, len(cfg.mla_layers) + mtp)
         # pages of state per sequence: each holds one layer's state per slab
         self.groups = -(-len(cfg.kda_layers) // slabs)
-        self._per_group = -(-len(cfg.kda_layers) // max(1, self.groups))
+        self.per_group = -(-len(cfg.kda_layers) // max(1, self.groups))
         self.kda_layers, width = len(cfg.kda_layers), cfg.kv_lora_rank + cfg.qk_rope_head_dim
         slab_bytes = self.page_size * width * self.latent_dtype.itemsize
         self.page_bytes = slabs * slab_bytes
@@ -107,12 +107,16 @@ class PagePool(Pages):
         return self._rows[mla_index]
 
     def state(self, kda_index):
-        slab = kda_index % self._per_group
+        slab = kda_index % self.per_group
         return self._S[slab], self._conv[slab]
+
+    def slab_strides(self):
+        """Values from a layer's S, and its conv, to those of the next in its group."""
+        return self._S.stride(0), self._conv.stride(0)
 
     def group(self, kda_index):
         """Which of a sequence's `groups` state pages holds this KDA layer."""
-        return kda_index // self._per_group
+        return kda_index // self.per_group
 
     def history_pages(self, tokens):
         return -(-tokens // self.page_size)

@@ -194,27 +194,32 @@ def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
 
 
 @kernels.op("kda_verify", parts=("kda_recurrence",))
-def kda_verify(qkv, gate, r, b, w, S, conv, src, past, T):
-    """T drafted tokens of each of B sequences, rows [B T, .], as if accepted, but nothing is written: what they leave
-    behind is `kda_commit`'s, once it is known how many are. -> o [B T, hd]; the rest as in `kda_decode`.
+def kda_verify(qkv, gate, r, b, w, S, conv, src, past, T, raw):
+    """T tokens of each of B sequences, of which all but the first are drafts: as if they were accepted, but no state is
+    written. What `kda_commit` needs of them goes to raw [B T, 4hd + h]. -> o [B T, hd]; the rest as in `kda_decode`.
     """
     x = (t.unflatten(0, (-1, T)) for t in (qkv, r, b))
     o, _, _ = kda_mix(*x, w, *read_state(S, conv, src, past))
+    torch.cat([qkv, r, b], dim=-1, out=raw)
     return gated_norm(o.flatten(0, 1), gate, w)
 
 
 @kernels.op("kda_commit", parts=("kda_recurrence",))
-def kda_commit(qkv, r, b, w, S, conv, src, dst, past, accepted, T):
-    """Writes to dst the state after the first accepted[i] (int32 [B], at least 0, at most T) of the T tokens of each
-    sequence i that `kda_verify` had; with none accepted that is the state of src.
+def kda_commit(raw, weights, pool, src, dst, past, accepted, T):
+    """Writes the state of all KDA layers after the first accepted[i] (int32 [B], at least 0, at most T) of the T tokens
+    of each sequence i that `kda_verify` had; with none accepted that is the state of src.
+
+    raw [layers, B T, 4hd + h]; weights: of each layer; src, dst [B, groups] int64: state pages.
     """
-    x = [t.unflatten(0, (-1, T)) for t in (qkv, r, b)]
-    state = read_state(S, conv, src, past)
-    for t in range(T):
-        _, *new = kda_mix(*(y[:, t : t + 1] for y in x), w, *state)
-        took = accepted > t
-        state = [torch.where(took.view(-1, *[1] * (n.ndim - 1)), n, old) for n, old in zip(new, state)]
-    write_state(S, conv, dst, *state)
+    for i, w in enumerate(weights):
+        (S, conv), group, hd = pool.state(i), pool.group(i), len(w.dt_bias)
+        x = [t.unflatten(0, (-1, T)) for t in raw[i].split([3 * hd, hd, len(w.A_log)], dim=-1)]
+        state = read_state(S, conv, src[:, group], past)
+        for t in range(T):
+            _, *new = kda_mix(*(y[:, t : t + 1] for y in x), w, *state)
+            took = accepted > t
+            state = [torch.where(took.view(-1, *[1] * (n.ndim - 1)), n, old) for n, old in zip(new, state)]
+        write_state(S, conv, dst[:, group], *state)
 
 
 class KDA(nn.Module):
@@ -253,6 +258,8 @@ class KDA(nn.Module):
             rows = (t[part.rows] for t in (qkv, gate, r, b))
             if part.decode:
                 out.append(kda_decode(*rows, w, S, conv, src, dst, part.past))
+            elif part.drafts:
+                out.append(kda_verify(*rows, w, S, conv, src, part.past, part.drafts + 1, part.raw[self.index]))
             else:
                 out.append(kda_prefill(*rows, w, S, conv, src, dst, part))
         return self.o_proj(join(out))

@@ -1,11 +1,16 @@
 """Choosing the next token: parameters, the sampler, log-probabilities.
 
-A draw depends only on the request's seed and the position in its answer, never on batch mates or on how often the
-engine stopped: u = uniform(seed, position), and the token is where the cumulative distribution passes u.
+    token = argmax over ids of  log p(id) + noise(seed, position, id)        p: the filtered distribution
+
+With Gumbel noise that is a draw from p (the Gumbel-max trick); without, it is greedy. The noise is a hash of three
+numbers, so a draw depends on nothing else: not on batch mates, not on how often the engine stopped, and not on drafts.
+A drafter that chooses with the same noise from its own distribution agrees with the model often (Daliri et al. 2024,
+arXiv 2408.07978), and what the model would have chosen is known whatever was drafted.
 """
 
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -57,61 +62,94 @@ class SamplingParams:
         need(isinstance(ids, listed) and all(isinstance(i, int) for i in ids), "stop_token_ids", "whole numbers")
 
 
-def uniform(seed, position):
-    """A number in (0, 1) that depends on the two integers alone (SplitMix64, Steele et al. 2014; 52 bits)."""
-    mask = (1 << 64) - 1
-    z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & mask
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = ((z ^ (z >> shift)) * factor) & mask
-    return (((z ^ (z >> 31)) >> 12) + 0.5) / (1 << 52)
-
-
-FILTERS = ("temperature", "top_k", "top_p", "min_p", "u")  # what a choice depends on beside the logits
-CLOSE = 1e-6  # how far a sum of probabilities may be off: what float32 logits of usual size are worth
-
-
-def filter_row(params, seed, position, vocab_size):
-    """FILTERS of one request as numbers, for the token at `position` of its answer."""
-    u = uniform(seed, position) if params.temperature else 0.5
-    return params.temperature, min(params.top_k or vocab_size, vocab_size), params.top_p, params.min_p, u
-
-
-def distribution(logits, temperature, top_k, top_p, min_p):
-    """The filtered distribution of each row, likeliest token first.
-
-    logits [R, V] float32; the parameters are tensors [R] (temperature > 0; top_k >= 1) -> probs [R, V] summing to 1 in
-    float64, ids [R, V].
+class Choice(NamedTuple):
+    """How one token is chosen, in plain numbers. filters: FILTERS; seed, position: of the noise, position counts the
+    answer's tokens; stops: ids that end the answer; room: how many tokens it may still get; logprobs: how many are
+    reported, or None.
     """
-    values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    values = values.double()
-    probs = ((values - values[:, :1]) / temperature[:, None]).softmax(-1)  # 0 and less: no overflow at any temperature
-    rank = torch.arange(probs.shape[-1], device=probs.device)
-    probs = probs.masked_fill(rank >= top_k[:, None], 0)
+
+    filters: tuple = (0.0, 1.0, 1.0, 0.0)
+    seed: int = 0
+    position: int = 0
+    stops: tuple = ()
+    room: int = 1
+    logprobs: int | None = None
+
+    @property
+    def kind(self):
+        """What the sampler has to do: GREEDY, WARM (noise, and min_p at most), or SORTED (top_k or top_p)."""
+        temperature, top_k, top_p, _ = self.filters
+        return SORTED if temperature and (top_k or top_p < 1) else WARM if temperature else GREEDY
+
+
+GREEDY, WARM, SORTED = range(3)
+FILTERS = ("temperature", "top_k", "top_p", "min_p")
+CLOSE = 1e-6  # how far a sum of probabilities may be off: what float32 logits of usual size are worth
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, and far from any pattern: 2^64 over the golden ratio
+
+
+def choice(params, seed, position, eos, room):
+    """The Choice of one request for the token at `position` of its answer; eos: ids that end it too."""
+    filters = params.temperature, params.top_k, params.top_p, params.min_p
+    stops = tuple(params.stop_token_ids) + (() if params.ignore_eos else tuple(eos))
+    seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # 64 bits of it, signed
+    return Choice(filters, seed, position, stops, room, params.logprobs)
+
+
+def scramble(x):
+    """int64 -> int64: every bit depends on all (the finalizer of SplitMix64, Steele et al. 2014)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * (factor - (1 << 64))  # a shift that brings in zeros
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+def uniform(seed, position, size):
+    """seed, position [R] int64 -> [R, size] float64 in (0, 1), 52 bits of a hash of seed, position and column."""
+    key = scramble(scramble(seed) + position * GOLDEN)
+    bits = scramble(key[:, None] + torch.arange(size, device=seed.device) * GOLDEN)
+    return ((bits >> 12 & (1 << 52) - 1).double() + 0.5) / (1 << 52)
+
+
+def gumbel(seed, position, size):
+    return -(-uniform(seed, position, size).log()).log()
+
+
+def kept(scaled, top_k, top_p):
+    """Which tokens top_k and top_p leave: scaled [R, V] float64, logits over temperature; top_k (0: all), top_p [R]."""
+    values, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    rank, probs = torch.arange(scaled.shape[-1], device=scaled.device), values.softmax(-1)
+    out = (rank >= top_k[:, None]) & (top_k > 0)[:, None]
+    probs = probs.masked_fill(out, 0)
     probs = probs / probs.sum(-1, keepdim=True)
     before = probs.cumsum(-1) - probs  # the mass of the likelier tokens; the likeliest is always kept
     enough = torch.where(top_p < 1, top_p - CLOSE, torch.inf)  # at an exact boundary the sum is there, but for rounding
-    probs = probs.masked_fill((before >= enough[:, None]) & (rank > 0), 0)
-    probs = probs.masked_fill(probs < min_p[:, None] * probs[:, :1], 0)
-    return probs / probs.sum(-1, keepdim=True), ids
+    out |= (before >= enough[:, None]) & (rank > 0)
+    return torch.empty_like(out).scatter_(-1, ids, ~out)
 
 
-def sample(logits, filters=None):
-    """logits [R, V] float32; filters [5, R] float64: FILTERS, or None: all greedy -> ids [R] int64, finite [R] bool.
+def log_probs(logits, filters, kind):
+    """logits [R, V] -> log-probabilities of the filtered distribution [R, V] float64, but for a constant of each row;
+    -inf where a token is filtered out. filters [4, R] float64; kind: of what the rows need most."""
+    temperature, top_k, top_p, min_p = filters
+    top = logits.amax(-1, keepdim=True)
+    scaled = (logits.double() - top) / torch.where(temperature > 0, temperature, 1)[:, None]  # at most 0: no overflow
+    out = scaled < min_p.log()[:, None]
+    if kind == SORTED:
+        out |= ~kept(scaled, top_k, top_p)
+    return scaled.masked_fill(out, -torch.inf)
 
-    temperature 0 takes the likeliest. A row that is not finite gives some id, and False.
+
+def sample(logits, filters=None, draws=None, kind=SORTED):
+    """logits [R, V] float32; filters [4, R] float64: FILTERS; draws [2, R] int64: seeds, positions; kind: of the
+    Choice that needs most -> ids [R] int64, finite [R] bool. A row that is not finite gives some id, and False.
     """
     lowest, highest = logits.aminmax(dim=-1)  # a NaN anywhere is both
     finite = lowest.isfinite() & highest.isfinite()
     logits = logits.masked_fill(~finite[:, None], 0)
-    likeliest = logits.argmax(-1)
-    if filters is None:
-        return likeliest, finite
-    temperature, *others, u = filters
-    greedy = temperature == 0
-    probs, ids = distribution(logits, temperature.masked_fill(greedy, 1), *others)
-    last = (probs > 0).sum(-1, keepdim=True) - 1  # rounding must not step past the kept tokens
-    at = torch.searchsorted(probs.cumsum(-1), u[:, None].contiguous(), right=True).minimum(last)
-    return torch.where(greedy, likeliest, ids.gather(-1, at)[:, 0]), finite
+    if kind == GREEDY:
+        return logits.argmax(-1), finite
+    noise = gumbel(*draws, logits.shape[-1]).masked_fill((filters[0] == 0)[:, None], 0)
+    return (log_probs(logits, filters, kind) + noise).argmax(-1), finite
 
 
 def logprobs(logits, chosen, count):

@@ -174,11 +174,13 @@ void experts(const float *z, I stride, const I *ids, const float *weights, const
 // ---------------------------------------------------------------- KDA
 
 // One token of B sequences. rows: qkv, gate, r, b at strides; S [pages, h, d, d] and conv [pages, taps - 1, 3 h d] of
-// page_stride and tap_stride; src, dst [B] at strides; y [3 h d + 2 d]: scratch.
+// page and tap strides, as they are read, and S_to and conv_to, as they are written: the same places, or others;
+// src, dst [B] at strides; y [3 h d + 2 d]: scratch.
 void kda_decode(const float *qkv, const float *gate, const float *r, const float *b, const I *strides,
                 const float *taps, const float *A_log, const float *dt_bias, const float *o_norm, float eps,
-                float lower_bound, float *S, I S_page, float *conv, I conv_page, I conv_tap, const I *src, I src_stride,
-                const I *dst, I dst_stride, const int32_t *past, float *y, float *out, I B, I h, I d, I K) {
+                float lower_bound, const float *S, const float *conv, const I *pages, float *S_to, float *conv_to,
+                const I *pages_to, const I *src, I src_stride, const I *dst, I dst_stride, const int32_t *past, float *y,
+                float *out, I B, I h, I d, I K) {
     I hd = h * d;
     for (I s = 0; s < B; s++, out += hd) {
         I from = past[s] ? src[s * src_stride] : -1, to = dst[s * dst_stride];
@@ -189,12 +191,12 @@ void kda_decode(const float *qkv, const float *gate, const float *r, const float
         const float *x = qkv + s * strides[0], *z = gate + s * strides[1], *rate = r + s * strides[2];
         for (I c = 0; c < 3 * hd; c++) {
             float sum = taps[c * K + K - 1] * x[c];
-            for (I t = 0; t < K - 1 && from >= 0; t++) sum += taps[c * K + t] * conv[from * conv_page + t * conv_tap + c];
+            for (I t = 0; t < K - 1 && from >= 0; t++) sum += taps[c * K + t] * conv[from * pages[1] + t * pages[2] + c];
             y[c] = sum * sigmoid(sum);
         }
         for (I t = 0; t < K - 1; t++) {  // the window moves by one
-            float *target = conv + to * conv_page + t * conv_tap;
-            const float *source = t == K - 2 ? x : conv + from * conv_page + (t + 1) * conv_tap;
+            float *target = conv_to + to * pages_to[1] + t * pages_to[2];
+            const float *source = t == K - 2 ? x : conv + from * pages[1] + (t + 1) * pages[2];
             if (t == K - 2 || from >= 0) memmove(target, source, 3 * hd * sizeof(float));
             else memset(target, 0, 3 * hd * sizeof(float));
         }
@@ -204,8 +206,8 @@ void kda_decode(const float *qkv, const float *gate, const float *r, const float
             float beta = sigmoid(b[s * strides[3] + head]), speed = expf(A_log[head]), *error = y + 3 * hd, *o = error + d;
             memcpy(error, v, d * sizeof(float));
             memset(o, 0, d * sizeof(float));
-            float *next = S + to * S_page + head * d * d;
-            const float *state = from < 0 ? NULL : S + from * S_page + head * d * d;
+            float *next = S_to + to * pages_to[0] + head * d * d;
+            const float *state = from < 0 ? NULL : S + from * pages[0] + head * d * d;
             for (I i = 0; i < d; i++) {  // forget; what the memory answers for k
                 float a = rate[head * d + i] + dt_bias[head * d + i], key = k[i] * k_scale;
                 float g = lower_bound ? lower_bound * sigmoid(speed * a) : -speed * (a > 20 ? a : log1pf(expf(a)));

@@ -202,19 +202,70 @@ def _other_pages(qkv, gate, r, b, w, S, conv, src, dst, past):
     return None if indices and S.stride()[1:] == (d * d, d, 1) else "pages of another kind"
 
 
-@_op("kda_decode", lambda qkv, *_: len(qkv), _float, _other_pages)
-def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
-    B, h, d = len(qkv), *S.shape[1:3]
+def _token(qkv, gate, r, b, w, state, state_to, src, dst, past):
+    """One token of B sequences; state, state_to: (S, conv) that are read and written."""
+    B, h, d = len(qkv), *state[0].shape[1:3]
     strides = _array(ctypes.c_int64, 4)(*[x.stride(0) for x in (qkv, gate, r, b)])
     out, scratch = qkv.new_empty(B, h * d), qkv.new_empty(3 * h * d + 2 * d)
+    places = [
+        (S.data_ptr(), conv.data_ptr(), _array(ctypes.c_int64, 3)(S.stride(0), conv.stride(0), conv.stride(1)))
+        for S, conv in (state, state_to)
+    ]
     library().kda_decode(
         *(x.data_ptr() for x in (qkv, gate, r, b)), strides,
         *(x.data_ptr() for x in (w.conv, w.A_log, w.dt_bias, w.o_norm)), w.eps, w.lower_bound or 0,
-        S.data_ptr(), S.stride(0), conv.data_ptr(), conv.stride(0), conv.stride(1),
-        src.data_ptr(), src.stride(0), dst.data_ptr(), dst.stride(0), past.data_ptr(),
+        *places[0], *places[1], src.data_ptr(), src.stride(0), dst.data_ptr(), dst.stride(0), past.data_ptr(),
         scratch.data_ptr(), out.data_ptr(), B, h, d, w.conv.shape[1],
     )  # fmt: skip
     return out
+
+
+@_op("kda_decode", lambda qkv, *_: len(qkv), _float, _other_pages)
+def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
+    return _token(qkv, gate, r, b, w, (S, conv), (S, conv), src, dst, past)
+
+
+def _verify_pages(qkv, gate, r, b, w, S, conv, src, past, T, raw):
+    return _other_pages(qkv, gate, r, b, w, S, conv, src, src, past)
+
+
+@_op("kda_verify", lambda qkv, *_: len(qkv), _float, _verify_pages)
+def kda_verify(qkv, gate, r, b, w, S, conv, src, past, T, raw):
+    """Token by token, as `kda_decode`, so that bits are the same; the states lie in memory of its own."""
+    torch.cat([qkv, r, b], dim=-1, out=raw)
+    B, rows = len(past), [x.unflatten(0, (-1, T)) for x in (qkv, gate, r, b)]
+    own = S.new_empty(B, *S.shape[1:]), conv.new_empty(B, *conv.shape[1:])
+    at, one = torch.arange(B), torch.ones(B, dtype=torch.int32)
+    out = [_token(*(x[:, 0] for x in rows), w, (S, conv), own, src, at, torch.where(src < 0, 0, past))]
+    out += [_token(*(x[:, t] for x in rows), w, own, own, at, at, one) for t in range(1, T)]
+    return torch.stack(out, dim=1).flatten(0, 1)
+
+
+def _commit_tensors(raw, weights, pool, *_):
+    return raw, *(x for w in weights for x in w[:4]), *(x for x in pool.state(0))
+
+
+def _commit_pages(raw, weights, pool, src, dst, past, accepted, T):
+    (S, conv), d = pool.state(0), pool.state(0)[0].shape[-1]
+    return None if S.stride()[1:] == (d * d, d, 1) else "pages of another kind"
+
+
+@_op("kda_commit", lambda raw, *_: raw.shape[1], _commit_tensors, _commit_pages)
+def kda_commit(raw, weights, pool, src, dst, past, accepted, T):
+    one = torch.ones_like(past)
+    takes = [torch.where((accepted > t)[:, None], dst, -1) for t in range(T)]
+    none = ((accepted <= 0)[:, None] & (dst >= 0) & (dst != src)).any()
+    for i, w in enumerate(weights):
+        state, group, hd = pool.state(i), pool.group(i), len(w.dt_bias)
+        rows = [x.unflatten(0, (-1, T)) for x in raw[i].split([3 * hd, hd, len(w.A_log)], dim=-1)]
+        if none:
+            idle = (accepted <= 0) & (dst[:, group] >= 0)
+            for x in state:
+                fresh = ((past == 0) | (src[:, group] < 0))[idle].view(-1, *[1] * (x.ndim - 1))
+                x[dst[idle, group]] = x[src[idle, group].clamp(min=0)].masked_fill(fresh, 0)
+        for t, to in enumerate(takes):
+            qkv, r, b = (x[:, t] for x in rows)
+            _token(qkv, r, r, b, w, state, state, (dst if t else src)[:, group], to[:, group], one if t else past)
 
 
 # ---------------------------------------------------------------- MLA

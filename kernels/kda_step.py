@@ -4,11 +4,13 @@ One kernel, `_step`: a program holds one head's state S [d, d] of one sequence i
 tokens, from raw projections to the normalized, gated output. The state is read once and written at most once.
 
     decode    1 token              reads src, writes dst, outputs
-    verify    T tokens             reads src, outputs
-    commit    `accepted` tokens    reads src, writes dst
+    verify    T tokens             reads src, outputs, keeps the raw projections
+    commit    `accepted` tokens    reads src, writes dst; all layers of the model in one launch
 
 The recurrence is that of the Kimi Linear report (arXiv 2510.26692), as in `kda.py`.
 """
+
+import functools
 
 import torch
 import triton
@@ -73,22 +75,34 @@ def _gated_norm(o, weight, gate, eps, D: tl.constexpr):
 
 @triton.jit
 def _step(
-    qkv, gate, r, b, out, weight, A_log, dt_bias, o_norm, S, conv, src, dst, past, accepted, eps,
+    qkv, gate, r, b, out, weight, A_log, dt_bias, o_norm, S, conv, src, dst, past, accepted, raw, table, eps,
     qkv_row, gate_row, r_row, b_row, S_page, conv_page, conv_row, src_stride, dst_stride,
+    raw_row, raw_layer, S_slab, conv_slab, src_group, dst_group,
     H: tl.constexpr, D: tl.constexpr, BV: tl.constexpr, LOWER_BOUND: tl.constexpr, T: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, PER_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Program (head, sequence, tile of BV value channels). out None: nothing is output; dst None: nothing is written;
-    accepted None: all T tokens count. Where BV < D, out takes o before its norm, in float32.
+    accepted None: all T tokens count; raw None: the projections are not kept. Where BV < D, out takes o before its
+    norm, in float32. PER_GROUP > 0: program (head, sequence, layer); a group of the state has so many layers, and
+    table [layers, 3] the addresses of weight, A_log and dt_bias of each.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()  # `_norm` may start; it waits for this kernel's end where it must
-    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, seq, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    if PER_GROUP > 0:
+        layer = tile.to(tl.int64)
+        tile = 0
+        kind = tl.pointer_type(tl.float32)
+        weight = tl.load(table + 3 * layer).to(kind)
+        A_log, dt_bias = tl.load(table + 3 * layer + 1).to(kind), tl.load(table + 3 * layer + 2).to(kind)
+        qkv, r, b = qkv + layer * raw_layer, r + layer * raw_layer, b + layer * raw_layer
+        S, conv = S + layer % PER_GROUP * S_slab, conv + layer % PER_GROUP * conv_slab
+        src, dst = src + layer // PER_GROUP * src_group, dst + layer // PER_GROUP * dst_group
     source, before = tl.load(src + seq * src_stride), tl.load(past + seq)
     live = (before > 0) & (source >= 0)  # else the sequence starts from zero, whatever the page holds
     W: tl.constexpr = min(BV, 64)
     C: tl.constexpr = BV // W
-    ik, iv = tl.arange(0, D), tl.program_id(2) * BV + tl.arange(0, BV)  # key and value channels
+    ik, iv = tl.arange(0, D), tile * BV + tl.arange(0, BV)  # key and value channels
     pair = tl.arange(0, 2)[None, :]
     cr = head * D + ik[:, None] + 0 * pair
     cqk, cv = cr + H * D * pair, (2 * H + head) * D + iv
@@ -108,7 +122,7 @@ def _step(
         steps = tl.minimum(tl.maximum(tl.load(accepted + seq), 0), T)
 
     # 64 bits, for one address with constants added; no mask, under which not all loads would be under way at once.
-    column = tl.program_id(2) * BV + tl.arange(0, C)[:, None] * W + tl.arange(0, W)[None, :]  # iv as [C, W]
+    column = tile * BV + tl.arange(0, C)[:, None] * W + tl.arange(0, W)[None, :]  # iv as [C, W]
     at = head * D * D + (ik[:, None, None] * D).to(tl.int64) + column[None, :, :].to(tl.int64)
     state = tl.where(live, tl.load(S + tl.where(live, source, 0) * S_page + at), 0.0)
     x0, x1, x2 = _window(conv + source * conv_page, conv_row, cqk, live)
@@ -123,6 +137,12 @@ def _step(
         if t < steps:
             qkv, r, b = qkv + qkv_row, r + r_row, b + b_row
             x4, y4, r4, b4 = _token(qkv, r, b, cqk, cv, cr, head, t + 1 < steps)  # the next token's, ahead of their use
+            if raw is not None:
+                kept = raw + (row + t) * raw_row
+                tl.store(kept + cqk, x3, mask=tile == 0)
+                tl.store(kept + cv, y3)
+                tl.store(kept + 3 * H * D + cr, r3, mask=tile == 0)
+                tl.store(kept + 4 * H * D + head, b3, mask=tile == 0)
             if out is not None:
                 opening = tl.load(gate + t * gate_row + iv)
             qk = _conv_silu(x0, x1, x2, x3, wqk)
@@ -188,19 +208,19 @@ def config(d, heads, output_only):
     return d, {32: 1, 64: 4, 128: 4}[d]
 
 
-def launch(qkv, gate, r, b, w, S, conv, src, dst, past, accepted, T):
-    """Runs `_step` over the rows [B T, .] of B sequences -> out [B T, hd], or None where gate is None."""
+def launch(qkv, gate, r, b, w, S, conv, src, dst, past, T, raw=None):
+    """Runs `_step` of one layer over the rows [B T, .] of B sequences -> out [B T, hd]."""
     B, (h, d) = len(past), S.shape[1:3]
     width, warps = config(d, B * h, dst is None)
-    out = None if gate is None else torch.empty(B * T, h * d, dtype=gate.dtype, device=qkv.device)
-    o = out if width == d or out is None else torch.empty_like(out, dtype=torch.float32)
-    gate = r if gate is None else gate  # not read
+    out = torch.empty(B * T, h * d, dtype=gate.dtype, device=qkv.device)
+    o = out if width == d else torch.empty_like(out, dtype=torch.float32)
     strides = [x.stride(0) for x in (qkv, gate, r, b, S, conv)] + [conv.stride(1), src.stride(0)]
-    strides += [0 if dst is None else dst.stride(0)]
+    strides += [0 if dst is None else dst.stride(0), 0 if raw is None else raw.stride(0), 0, 0, 0, 0, 0]
     early = {} if o is out else overlap(qkv.device)
     _step[h, B, d // width](
-        qkv, gate, r, b, o, w.conv, w.A_log, w.dt_bias, w.o_norm, S, conv, src, dst, past, accepted, w.eps, *strides,
-        H=h, D=d, BV=width, LOWER_BOUND=w.lower_bound or None, T=T, OVERLAP=bool(early), num_warps=warps,
+        qkv, gate, r, b, o, w.conv, w.A_log, w.dt_bias, w.o_norm, S, conv, src, dst, past, None, raw, None, w.eps,
+        *strides,
+        H=h, D=d, BV=width, LOWER_BOUND=w.lower_bound or None, T=T, OVERLAP=bool(early), PER_GROUP=0, num_warps=warps,
     )  # fmt: skip
     if o is not out:
         args = o, gate, out, w.o_norm, gate.stride(0), w.eps
@@ -229,22 +249,39 @@ def no_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
 
 @kernels.implement("kda_decode", "triton", no_decode)
 def kda_decode(qkv, gate, r, b, w, S, conv, src, dst, past):
-    return launch(qkv, gate, r, b, w, S, conv, src, dst, past, None, 1)
+    return launch(qkv, gate, r, b, w, S, conv, src, dst, past, 1)
 
 
-def no_verify(qkv, gate, r, b, w, S, conv, src, past, T):
-    return cannot((qkv, gate, r, b), w, S, conv, (past,))
+def no_verify(qkv, gate, r, b, w, S, conv, src, past, T, raw):
+    return cannot((qkv, gate, r, b, raw), w, S, conv, (past,))
 
 
 @kernels.implement("kda_verify", "triton", no_verify)
-def kda_verify(qkv, gate, r, b, w, S, conv, src, past, T):
-    return launch(qkv, gate, r, b, w, S, conv, src, None, past, None, T)
+def kda_verify(qkv, gate, r, b, w, S, conv, src, past, T, raw):
+    return launch(qkv, gate, r, b, w, S, conv, src, None, past, T, raw)
 
 
-def no_commit(qkv, r, b, w, S, conv, src, dst, past, accepted, T):
-    return cannot((qkv, r, b), w, S, conv, (past, accepted))
+def no_commit(raw, weights, pool, src, dst, past, accepted, T):
+    S, conv = pool.state(0)
+    return next(filter(None, (cannot((raw[0],), w, S, conv, (past, accepted)) for w in weights)), None)
+
+
+@functools.lru_cache(maxsize=64)
+def addresses(device, *pointers):
+    """The table that `_step` reads: uploaded once, for a graph cannot."""
+    return torch.tensor(pointers, dtype=torch.int64, device=device)
 
 
 @kernels.implement("kda_commit", "triton", no_commit)
-def kda_commit(qkv, r, b, w, S, conv, src, dst, past, accepted, T):
-    launch(qkv, None, r, b, w, S, conv, src, dst, past, accepted, T)
+def kda_commit(raw, weights, pool, src, dst, past, accepted, T):
+    (S, conv), B = pool.state(0), len(past)
+    h, d, (L, _, width) = *S.shape[1:3], raw.shape
+    table = addresses(raw.device, *(x.data_ptr() for w in weights for x in w[:3]))
+    qkv, r, b, w = raw, raw[..., 3 * h * d :], raw[..., 4 * h * d :], weights[0]
+    strides = [width] * 4 + [S.stride(0), conv.stride(0), conv.stride(1), src.stride(0), dst.stride(0)]
+    strides += [0, raw.stride(0), *pool.slab_strides(), src.stride(1), dst.stride(1)]
+    _step[h, B, L](
+        qkv, r, r, b, None, w.conv, w.A_log, w.dt_bias, w.o_norm, S, conv, src, dst, past, accepted, None, table, w.eps,
+        *strides, H=h, D=d, BV=d, LOWER_BOUND=w.lower_bound or None, T=T, OVERLAP=False, PER_GROUP=pool.per_group,
+        num_warps=config(d, B * h, False)[1],
+    )  # fmt: skip

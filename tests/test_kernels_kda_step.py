@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from helpers import tiny_config
 from kernel_helpers import DEVICE, compile_for_all, compile_overlapped, compiles, interpreted, on_gpu, rel
 
 import kernels
+from cache import PagePool
 from kda import Weights, kda_commit, kda_decode, kda_verify
 
 BACKENDS = ["torch", pytest.param("triton", marks=[] if DEVICE == "cuda" else interpreted)]
@@ -69,6 +71,20 @@ def ran(backend, op, function, *args):
         out = function(*args)
     assert kernels.counts[op, backend] == before + 1
     return out
+
+
+class OneLayer:
+    """What `kda_commit` asks of a page pool."""
+
+    per_group = 1
+
+    def __init__(self, S, conv):
+        self.state, self.group, self.slab_strides = lambda i: (S, conv), lambda i: 0, lambda: (0, 0)
+
+
+def commit(backend, raw, w, S, conv, src, dst, past, accepted, T):
+    args = OneLayer(S, conv), src[:, None], dst[:, None], past, accepted, T
+    ran(backend, "kda_commit", kda_commit, raw[None], [w], *args)
 
 
 def decode(backend, rows, w, S, conv, src, dst, past):
@@ -149,7 +165,10 @@ def test_permuted_slots_give_permuted_results(backend):
 def check_verify(backend, case, limit):
     """Verified rows are those of successive decodes; a commitment leaves the state that these leave."""
     slab, S, conv = case.pages()
-    got = ran(backend, "kda_verify", kda_verify, *case.rows, case.w, S, conv, case.src, case.past, case.T)
+    qkv, gate, r, b = case.rows
+    raw = torch.full((len(qkv), qkv.shape[1] + r.shape[1] + b.shape[1]), float("nan"), dtype=qkv.dtype, device=DEVICE)
+    got = ran(backend, "kda_verify", kda_verify, *case.rows, case.w, S, conv, case.src, case.past, case.T, raw)
+    assert torch.equal(raw, torch.cat([qkv, r, b], dim=-1))
     assert torch.equal(slab, case.slab)  # not a byte
     got, src = got.unflatten(0, (case.B, case.T)), case.src
     states = [(case.S[src], case.conv[src])]
@@ -160,12 +179,11 @@ def check_verify(backend, case, limit):
         src = case.dst
         states.append((S[src], conv[src]))
 
-    qkv, _, *rows = case.rows
     accepted = torch.arange(case.B, device=DEVICE, dtype=torch.int32) % (case.T + 3) - 1  # -1 and T + 1: out of range
     for dst in (case.dst, case.src):
         slab, S, conv = case.pages()
         args = case.w, S, conv, case.src, dst, case.past, accepted, case.T
-        ran(backend, "kda_commit", kda_commit, qkv, *rows, *args)
+        commit(backend, raw, *args)
         for i, n in enumerate(accepted.clamp(0, case.T).tolist()):
             assert rel(S[dst[i]], states[n][0][i]) < limit if n or case.past[i] else not S[dst[i]].any()
             assert torch.equal(conv[dst[i]], states[n][1][i])
@@ -193,7 +211,7 @@ def test_commit_then_decode_is_plain_decode(backend):
     accepted = torch.tensor([0, 1, 3, 4], device=DEVICE, dtype=torch.int32)
     (qkv, _, r, b), last = case.rows, torch.arange(4, device=DEVICE) * 5 + accepted
     _, S, conv = case.pages()
-    ran(backend, "kda_commit", kda_commit, qkv, r, b, case.w, S, conv, case.src, case.dst, case.past, accepted, 5)
+    commit(backend, torch.cat([qkv, r, b], -1), case.w, S, conv, case.src, case.dst, case.past, accepted, 5)
     then = [x[last] for x in case.rows]
     got = decode(backend, then, case.w, S, conv, case.dst, case.dst, case.past + accepted)
     for i, n in enumerate(accepted.tolist()):
@@ -214,15 +232,42 @@ def test_rejected_drafts_and_padding_leave_no_trace(backend):
     _, S, conv = case.pages()
     qkv, _, r, b = case.rows
     args = case.src, case.dst, case.past, accepted, 4
-    kda_commit.torch_path(qkv, r, b, case.w, S, conv, *args)
-    for x in (qkv, r, b):
-        for i, n in enumerate([1, 2, 0]):
-            x[i * 4 + n : i * 4 + 4] = float("nan")
+    raw = torch.cat([qkv, r, b], -1)
+    commit("torch", raw, case.w, S, conv, *args)
+    for i, n in enumerate([1, 2, 0]):
+        raw[i * 4 + n : i * 4 + 4] = float("nan")
     slab, S2, conv2 = case.pages()
-    ran(backend, "kda_commit", kda_commit, qkv, r, b, case.w, S2, conv2, *args)
+    commit(backend, raw, case.w, S2, conv2, *args)
     assert rel(S2[case.dst[:2]], S[case.dst[:2]]) < 1e-6 and torch.equal(conv2[case.dst[:2]], conv[case.dst[:2]])
     S2[case.dst[:2]], conv2[case.dst[:2]] = case.S[case.dst[:2]], case.conv[case.dst[:2]]
     assert torch.equal(slab, case.slab)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_layers_at_once(backend):
+    """Five layers in two groups of three slabs: each as it is alone."""
+    cfg = tiny_config(dict(kda_layers=[1, 2, 3, 4, 5], full_attn_layers=[6, 7, 8], head_dim=32), num_hidden_layers=8)
+    torch.manual_seed(0)
+    cases, T, B = [Case(3, 4, h=3, d=32, seed=i) for i in range(5)], 4, 3
+    held = PagePool(cfg, 20, device=DEVICE)
+    held.slabs.copy_(torch.randint(0, 255, held.slabs.shape))
+    for i in range(5):
+        for x in held.state(i):
+            x.copy_(torch.randn(x.shape))
+    other = PagePool(cfg, 20, device=DEVICE)
+    other.slabs.copy_(held.slabs)
+    pages = torch.randperm(20, device=DEVICE)
+    src, dst = pages[:6].view(2, 3).T, pages[6:12].view(2, 3).T
+    past, accepted = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([5, 0, 9], [1, 4, 2]))
+    raw = torch.stack([torch.cat([case.qkv, case.rows[2], case.b], -1) for case in cases])
+    ran(backend, "kda_commit", kda_commit, raw, [case.w for case in cases], held, src, dst, past, accepted, T)
+    for i, case in enumerate(cases):
+        at = (x[:, held.group(i)] for x in (src, dst))
+        commit("torch", raw[i], case.w, *other.state(i), *at, past, accepted, T)
+    assert held.groups == 2 and torch.equal(held.slabs.view(torch.uint8)[:, pages[12:]], other.slabs[:, pages[12:]])
+    for i in range(5):
+        for x, y in zip(held.state(i), other.state(i)):
+            assert rel(x, y) < 1e-6
 
 
 @interpreted
@@ -254,13 +299,14 @@ def test_compiles(use, heads):
     x, wide, page = "*bf16", "*fp32", "*i64"
     types = dict(qkv=x, gate=x, r=x, b=x, out=x, weight=wide, A_log=wide, dt_bias=wide, o_norm=wide, S=wide, conv=x)
     types |= dict(src=page, dst=page, past="*i32", accepted="*i32", eps="fp32")
-    types |= dict.fromkeys(
-        "qkv_row gate_row r_row b_row S_page conv_page conv_row src_stride dst_stride".split(), "i32"
-    )
-    absent = {"decode": ["accepted"], "verify": ["accepted", "dst"], "commit": ["out"]}[use]
+    strides = "qkv_row gate_row r_row b_row S_page conv_page conv_row src_stride dst_stride raw_row raw_layer S_slab "
+    types |= dict(raw=x, table=page) | dict.fromkeys((strides + "conv_slab src_group dst_group").split(), "i32")
+    absent = ["accepted", "raw", "table"], ["accepted", "dst", "table"], ["out", "raw"]
+    absent = dict(zip(("decode", "verify", "commit"), absent))[use]
     types = {name: type for name, type in types.items() if name not in absent}
     width, warps = kda_step.config(128, heads, use == "verify")
     constants = dict(H=heads, D=128, BV=width, LOWER_BOUND=-5.0, T=1 if use == "decode" else 4, OVERLAP=False)
+    constants |= dict(PER_GROUP=23 if use == "commit" else 0)
     compile_for_all(kda_step._step, types, constants | dict.fromkeys(absent), num_warps=warps)
     types = dict(o=wide, gate=x, out=x, o_norm=wide, gate_row="i32", eps="fp32")
     compile_for_all(kda_step._norm, types, dict(H=heads, D=128, OVERLAP=False), num_warps=1)
@@ -291,14 +337,14 @@ class TestOnGPU:
     def test_fifty_times_the_same_bits(self, op):
         case, seen = Case(16, 1 if op == "decode" else 4, 24, 128, dtype=torch.bfloat16), None
         accepted = torch.arange(16, device=DEVICE, dtype=torch.int32) % 5
+        raw = torch.cat([x for x in case.rows if x is not case.gate], -1)
         for _ in range(50):
             slab, S, conv = case.pages()
             if op == "commit":
-                qkv, _, *rows = case.rows
-                kda_commit(qkv, *rows, case.w, S, conv, case.src, case.src, case.past, accepted, 4)
+                commit("triton", raw, case.w, S, conv, case.src, case.src, case.past, accepted, 4)
                 got = (slab,)
             elif op == "verify":
-                got = slab, kda_verify(*case.rows, case.w, S, conv, case.src, case.past, 4)
+                got = slab, kda_verify(*case.rows, case.w, S, conv, case.src, case.past, 4, raw)
             else:
                 got = slab, kda_decode(*case.rows, case.w, S, conv, case.src, case.src, case.past)
             seen = seen or got
