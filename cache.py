@@ -19,7 +19,8 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-GREEDY = (0.0, 1.0, 1.0, 0.0, 0.5)  # sampling.FILTERS of who takes the likeliest token
+STOPS = 8  # ids that end an answer, as far as the device knows them
+NONE = (-1,) * STOPS
 
 
 def page_size(cfg, dtype=torch.bfloat16, latent_dtype=None, tp=1):
@@ -80,13 +81,13 @@ class PagePool(Pages):
 
     def __init__(self, cfg, num_pages, dtype=torch.float32, device="cpu", latent_dtype=None, mtp=False):
         super().__init__(num_pages)
-        self.latent_dtype = latent_dtype or dtype
+        self.cfg, self.dtype, self.latent_dtype = cfg, dtype, latent_dtype or dtype
         self.page_size = page_size(cfg, dtype, latent_dtype)
         slabs = max(1, len(cfg.mla_layers) + mtp)
         # pages of state per sequence: each holds one layer's state per slab
         self.groups = -(-len(cfg.kda_layers) // slabs)
         self.per_group = -(-len(cfg.kda_layers) // max(1, self.groups))
-        self.kda_layers, width = len(cfg.kda_layers), cfg.kv_lora_rank + cfg.qk_rope_head_dim
+        width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
         slab_bytes = self.page_size * width * self.latent_dtype.itemsize
         self.page_bytes = slabs * slab_bytes
         # Memory is not touched before it is used: on a CPU an empty pool costs nothing.
@@ -100,6 +101,7 @@ class PagePool(Pages):
             conv = (cfg.conv_kernel - 1) * 3 * h * d
             shape = cfg.conv_kernel - 1, 3 * h * d
             self._conv = self.slabs.view(dtype)[..., start : start + conv].unflatten(-1, shape)
+        self._raw = None
         self.live = np.zeros(num_pages, dtype=np.int32)  # references held by running requests, the rest are the cache's
         self.live_pages = 0
 
@@ -113,6 +115,16 @@ class PagePool(Pages):
     def slab_strides(self):
         """Values from a layer's S, and its conv, to those of the next in its group."""
         return self._S.stride(0), self._conv.stride(0)
+
+    def raw(self, rows):
+        """Where verification keeps what `kda_commit` reads, [KDA layers, rows, 4 h d + h]: the same memory for every
+        step, for none reads what another has left.
+        """
+        layers, heads, dim = len(self.cfg.kda_layers), self.cfg.kda_heads, self.cfg.kda_head_dim
+        size = layers * rows * (width := 4 * heads * dim + heads)
+        if self._raw is None or self._raw.numel() < size:
+            self._raw = torch.empty(size, dtype=self.dtype, device=self.device)
+        return self._raw[:size].view(layers, rows, width)
 
     def group(self, kda_index):
         """Which of a sequence's `groups` state pages holds this KDA layer."""
@@ -153,7 +165,7 @@ class PagePool(Pages):
             for slab in self._rows:
                 rows = slab.view(torch.uint8)[at].view(slab.dtype)
                 found.append(((rows.view(torch.uint8) & 127) < 127 if slab.dtype == FP8 else rows.isfinite()).all())
-        for i in range(self.kda_layers if state is not None else 0):
+        for i in range(len(self.cfg.kda_layers) if state is not None else 0):
             found += [x[state[self.group(i)]].isfinite().all() for x in self.state(i)]
         return not found or bool(torch.stack(found).all())
 
@@ -175,36 +187,48 @@ class Chunk:
     src: np.ndarray
     dst: np.ndarray
     follows: bool = False  # the same text as the chunk before it, which ends where a snapshot is due
+    drafts: int = 0  # so many of the tokens, the last, are drafts: the state is written once some are accepted
 
 
 @dataclass
 class Step:
     """One step of the model in plain numbers, so that one rank can plan it for all.
 
-    ids [N] int: the tokens of all chunks, those with one token first; ends: indices of the chunks whose last token is
-    followed by a choice of the next; held: hidden [H] of further sequences that only choose; filters: a row of
-    sampling.FILTERS for each choice, logprobs: how many it reports, or None.
+    ids [N] int: the tokens of all chunks: first the chunks of one token, then those with drafts, `drafts` each, then
+    the others; ends: indices of the chunks whose last token is followed by a choice of the next, and each draft before
+    it; choices: a sampling.Choice for each of these, and for each of held: hidden [H] of further sequences that only
+    choose; before: for each chunk the hidden of the token ahead of it, where a draft layer needs it.
     """
 
     chunks: list
     ids: np.ndarray
     ends: list
-    filters: list
-    logprobs: list
+    choices: list
     held: tuple = ()
-
-    @classmethod
-    def decode(cls, chunks, ids, filters):
-        """One token of each sequence, and the choice of the next."""
-        return cls(chunks, ids, list(range(len(chunks))), filters, [None] * len(chunks))
+    drafts: int = 0
+    before: tuple = ()
 
     @property
     def is_decode(self):
-        return len(self.ids) == len(self.ends) == len(self.filters)
+        """Whether every chunk is one token and its drafts, followed by a choice: what a graph can be captured of."""
+        alike = all(c.drafts == self.drafts for c in self.chunks)
+        return alike and len(self.ids) == len(self.ends) * (1 + self.drafts) and len(self.ends) == len(self.choices)
 
     @property
-    def sampled(self):
-        return any(row[0] for row in self.filters)
+    def kind(self):
+        """What the sampler has to do: sampling.GREEDY, WARM or SORTED."""
+        return max((choice.kind for choice in self.choices), default=0)
+
+    @property
+    def rows(self):
+        """[3, R] int64: after which rows of the batch a choice is (0 for those of `held`), the index of its Choice, and
+        after how many drafts."""
+        last = np.cumsum([0, *(c.tokens for c in self.chunks)])[np.array(self.ends, dtype=int) + 1] - 1
+        drafts = np.array([self.chunks[end].drafts for end in self.ends] + [0] * len(self.held), dtype=int)
+        first = np.concatenate([last, np.zeros(len(self.held), dtype=int)]) - drafts
+        index = np.repeat(np.arange(len(drafts)), drafts + 1)
+        draft = np.arange(len(index)) - (np.cumsum(drafts + 1) - drafts - 1)[index]
+        return np.stack([first[index] + draft, index, draft])
 
 
 @dataclass
@@ -212,8 +236,9 @@ class Part:
     """Neighbouring sequences of a batch that one op handles together, and where their history and state lie.
 
     lengths, pasts: new tokens of each and tokens before these, on the host; follows[i]: sequence i continues sequence
-    i - 1, the same text cut where a snapshot is due, and reads the state page that i - 1 writes. Page ids below 0 are
-    of padding: nothing is read or written there.
+    i - 1, the same text cut where a snapshot is due, and reads the state page that i - 1 writes; drafts: how many of
+    the new tokens are drafts; raw: what verification keeps of them for each KDA layer, [layers, rows, .]. Page ids
+    below 0 are of padding: nothing is read or written there.
     """
 
     rows: slice  # of the batch
@@ -226,6 +251,8 @@ class Part:
     table: torch.Tensor  # [B, W] int32: history pages
     src: torch.Tensor  # [B, groups] int64: state pages read, unless past is 0
     dst: torch.Tensor  # [B, groups] int64: state pages written
+    drafts: int = 0
+    raw: torch.Tensor | None = None
 
     @property
     def decode(self):
@@ -272,20 +299,25 @@ class Part:
         return torch.from_numpy(x.astype(np.int32)).to(self.past.device, non_blocking=True)
 
 
+# what a Feed holds where there is nothing
+EMPTY = dict(slots=-1, src=-1, dst=-1, table=-1, past=0, ids=0, rows=0, room=0, filters=0, draws=0, stops=-1)
+
+
 class Feed:
     """What a step reads beside the pool, in one buffer, so that one copy brings it to the device.
 
     For N tokens of B sequences with tables of W pages, and R choices of a token: ids, slots [N] int64: the tokens, and
-    the row of a slab where the latent row of each goes; last [B] int64: each sequence's last row; past [B] and table
-    [B, W] int32: tokens before, history pages; src, dst [groups, B] int64: state pages; filters [5, R] float64: how to
-    choose (sampling.FILTERS).
+    the row of a slab where the latent row of each goes; past [B] and table [B, W] int32: tokens before, history pages;
+    src, dst [groups, B] int64: state pages; rows [R] int64: after which token a choice is; and of its sampling.Choice
+    filters [4, R] float64, draws [2, R], stops [STOPS, R], room [R] int64.
     """
 
     def __init__(self, pool, N, B, W, R=0):
         wide, groups = torch.int64, pool.groups
         self.page_size, self.device = pool.page_size, pool.device
-        self.sections = {"ids": (wide, N), "slots": (wide, N), "last": (wide, B)}
-        self.sections |= {"src": (wide, groups, B), "dst": (wide, groups, B), "filters": (torch.float64, 5, R)}
+        self.sections = {"ids": (wide, N), "slots": (wide, N), "rows": (wide, R), "room": (wide, R)}
+        self.sections |= {"src": (wide, groups, B), "dst": (wide, groups, B), "filters": (torch.float64, 4, R)}
+        self.sections |= {"draws": (wide, 2, R), "stops": (wide, STOPS, R)}
         self.sections |= {"past": (torch.int32, B), "table": (torch.int32, B, W)}
         words = sum(-(-math.prod(shape) * dtype.itemsize // 8) for dtype, *shape in self.sections.values())
         self.host = torch.empty(words, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -301,12 +333,12 @@ class Feed:
             at += words
         return found
 
-    def fill(self, chunks, ids=None, filters=()):
-        """Writes what `chunks` need, ids [N] their tokens; filters: a row for each choice. What is left over is
-        padding: it has no pages (below 0), and nothing is read or written for it.
+    def fill(self, chunks, ids=None, rows=None, choices=()):
+        """Writes what `chunks` need, ids [N] their tokens; rows, choices: of a Step. What is left over is padding: it
+        has no pages (below 0), and nothing is read or written for it.
         """
         x, P, n, total = self.rows, self.page_size, len(chunks), sum(c.tokens for c in chunks)
-        for name, value in (("slots", -1), ("src", -1), ("dst", -1), ("table", -1), ("past", 0), ("ids", 0)):
+        for name, value in EMPTY.items():
             x[name].fill(value)
         tokens, past = np.array([(c.tokens, c.past) for c in chunks], dtype=np.int64).reshape(-1, 2).T
         x["past"][:n], x["table"][:n] = past, 0
@@ -317,12 +349,14 @@ class Feed:
         owner, stop = np.repeat(np.arange(n), tokens), np.cumsum(tokens)
         position = past[owner] + np.arange(total) - (stop - tokens)[owner]
         x["slots"][:total] = x["table"][owner, position // P].astype(np.int64) * P + position % P
-        x["last"][:n] = stop - 1
         if ids is not None:
             x["ids"][:total] = ids
-        x["filters"].T[:] = GREEDY
-        if len(filters):
-            x["filters"].T[: len(filters)] = filters
+        if rows is not None:
+            (row, index, draft), R = rows, rows.shape[1]
+            values = zip(*((c.filters, c.seed, c.position, c.room, (*c.stops, *NONE)[:STOPS]) for c in choices))
+            filters, seed, position, room, stops = (np.array(column)[index].T for column in values)
+            x["rows"][:R], x["room"][:R], x["filters"][:, :R], x["stops"][:, :R] = row, room, filters, stops
+            x["draws"][0, :R], x["draws"][1, :R] = seed, position + draft
 
     def upload(self):
         """name -> tensor on the device."""
@@ -332,7 +366,8 @@ class Feed:
 
 
 class Batch:
-    """Sequences that run together, their rows one after another: first those that bring one token, then the others.
+    """Sequences that run together, their rows one after another: first those that bring one token, then those that
+    bring drafts too, then the others.
 
     parts: their places in the pool; slots [N] int64: the row of a slab where each new token's latent row goes. Without
     a pool: B whole sequences of T tokens, the differentiable path.
@@ -353,21 +388,32 @@ class Batch:
         """One batch of chunks, those with one token first. Neighbours with equal numbers of new tokens run together."""
         feed = Feed(pool, sum(c.tokens for c in chunks), len(chunks), table_width(pool, chunks))
         feed.fill(chunks)
-        return cls.fed(pool, feed.upload(), *zip(*((c.tokens, c.past, c.follows) for c in chunks)))
+        return cls.fed(pool, feed.upload(), chunks)
 
     @classmethod
-    def fed(cls, pool, x, tokens, pasts, follows):
-        """The same from a Feed's tensors x, and what the host has to know of each chunk."""
+    def fed(cls, pool, x, chunks):
+        """The same from a Feed's tensors x, and of the chunks what the host has to know: not their pages."""
+        tokens, pasts, follows = ([getattr(c, name) for c in chunks] for name in ("tokens", "past", "follows"))
         waits = [*follows[1:], False]  # a piece with another behind it is no decode row, even if it is one token
         ones = next((i for i, n in enumerate(tokens) if n > 1 or follows[i] or waits[i]), len(tokens))
-        parts, where = [], (x["past"], x["table"], x["src"].T, x["dst"].T)
-        for i, j, rows in ((0, ones, slice(0, ones)), (ones, len(tokens), slice(ones, sum(tokens)))):
+        drafted = next((i for i in range(ones, len(chunks)) if not chunks[i].drafts), len(chunks))
+        parts, row, where = [], 0, (x["past"], x["table"], x["src"].T, x["dst"].T)
+        for i, j in ((0, ones), (ones, drafted), (drafted, len(tokens))):
             if i < j:
                 own = where if j - i == len(tokens) else [t[i:j] for t in where]
-                lengths, before = list(tokens[i:j]), list(pasts[i:j])
-                longest = max(map(sum, zip(lengths, before)))
-                parts.append(Part(rows, lengths, before, list(follows[i:j]), longest, pool.page_size, *own))
+                lengths, before = tokens[i:j], pasts[i:j]
+                longest, end = max(map(sum, zip(lengths, before))), row + sum(lengths)
+                part = Part(slice(row, end), lengths, before, follows[i:j], longest, pool.page_size, *own)
+                if chunks[i].drafts:
+                    part.drafts, part.raw = chunks[i].drafts, pool.raw(end - row)
+                parts.append(part)
+                row = end
         return cls(pool, parts, x["slots"])
+
+    @property
+    def drafted(self):
+        """The part with drafts, or None."""
+        return next((part for part in self.parts if part.drafts), None)
 
     def state(self, kda_index, part):
         """S [pages, h, d, d] and conv [pages, K-1, 3hd] of a KDA layer; pages src, dst [B] of a part's sequences."""
@@ -378,3 +424,13 @@ class Batch:
 def table_width(pool, chunks):
     """Pages of the longest history that these chunks end with."""
     return max((pool.history_pages(c.past + c.tokens) for c in chunks), default=0)
+
+
+def bucket(n):
+    """The number of sequences that a graph for n is captured with: 1, 2, 4, 8, then multiples of 8."""
+    return 1 << (n - 1).bit_length() if n <= 8 else -(-n // 8) * 8
+
+
+def wide_enough(pages):
+    """The width of the page tables that a graph is captured with: a power of two."""
+    return 1 << (pages - 1).bit_length()

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 import kernels as registry
 from cache import FP8, PagePool
+from draft import MOST, MTP, Drafting, Lookup
 from model import K3
 from prefix import PrefixCache
 from runner import Runner
@@ -42,20 +43,22 @@ class Engine:
     model: a checkpoint folder, or a K3 (its device and dtype are then kept). device: cuda where there is one; dtype:
     bfloat16 on a GPU, float32 on a CPU. num_pages: pages of the pool (derived from memory). max_batch: requests that
     run at once. prefill_chunk: prompt tokens read per step, over all requests (512 on a CPU, 8192 on a GPU), of which
-    short_share goes to prompts that came after the oldest, the shortest rest first. tokenizer: a Tokenizer or its
-    folder. prefix_cache: reuse prefixes, resumed where `snapshots` says (None: nowhere); host_pages: pages of host
-    memory for evicted prefixes. kv_dtype: "fp8" stores latent rows in 8 bits. kernels: which backend runs each op
-    (kernels/__init__.py). graphs: decode steps as CUDA graphs (default: on a GPU). Raises ValueError or OSError in one
-    line.
+    short_share goes to prompts that came after the oldest, the shortest rest first. draft: "mtp", "lookup" or an object
+    (draft.py) drafts tokens, which are then verified together; draft_tokens: how many, 0 to 7 or "auto": no answer
+    depends on either. tokenizer: a Tokenizer or its folder. prefix_cache: reuse prefixes, resumed where `snapshots`
+    says (None: nowhere); host_pages: pages of host memory for evicted prefixes. kv_dtype: "fp8" stores latent rows in 8
+    bits. kernels: which backend runs each op (kernels/__init__.py). graphs: decode steps as CUDA graphs (default: on a
+    GPU). Raises ValueError or OSError in one line.
     """
 
     def __init__(
-        self, model=TINY, device=None, dtype=None, num_pages=None, max_batch=64, prefill_chunk=None, draft_tokens=0,
-        kernels="auto", tokenizer=None, prefix_cache=True, snapshots=Snapshots(), host_pages=0,  # noqa: B008 (frozen)
-        kv_dtype=None, graphs=None, short_share=0.25,
+        self, model=TINY, device=None, dtype=None, num_pages=None, max_batch=64, prefill_chunk=None, draft_tokens=None,
+        kernels="auto", draft=None, tokenizer=None, prefix_cache=True, snapshots=Snapshots(),  # noqa: B008 (frozen)
+        host_pages=0, kv_dtype=None, graphs=None, short_share=0.25,
     ):  # fmt: skip
         snapshots, host_pages = snapshots or Snapshots(False, False, 0, 0), host_pages or 0
-        _check(num_pages, max_batch, prefill_chunk, draft_tokens, host_pages, kv_dtype, kernels, short_share)
+        _check(num_pages, max_batch, prefill_chunk, host_pages, kv_dtype, kernels, short_share)
+        _check_draft(draft, draft_tokens)
         with registry.use(kernels):
             registry.current()  # all that is asked for exists
         if isinstance(model, (str, Path)):
@@ -75,12 +78,18 @@ class Engine:
             raise ValueError(f"graphs=True needs a GPU, and the model is on {self.device}; leave it out")
         self.kernels, self.snapshots = kernels, snapshots
         latent = FP8 if kv_dtype == "fp8" else None
-        self.pool = PagePool(self.cfg, num_pages or self._fitting_pages(latent), self.dtype, self.device, latent)
+        graphs = on_gpu if graphs is None else graphs
+        tokens = draft_tokens if draft_tokens is not None else "auto" if draft else 0
+        drafter = (draft or ("mtp" if model.mtp else "lookup")) if tokens else None
+        num_pages = num_pages or self._fitting_pages(latent, drafter == "mtp")
+        self.pool = PagePool(self.cfg, num_pages, self.dtype, self.device, latent, drafter == "mtp")
+        drafter = MTP(model, self.pool) if drafter == "mtp" else Lookup() if drafter == "lookup" else drafter
+        self.drafting = Drafting(drafter, tokens, self.cfg.vocab_size, graphs) if drafter else None
         self.cache = PrefixCache(self.pool, host_pages)
         chunk = prefill_chunk or (8192 if on_gpu else 512)
-        options = (max_batch, chunk, short_share, snapshots, prefix_cache, self.cfg.vocab_size)
-        self.scheduler = Scheduler(self.pool, self.cache, *options)
-        self.runner = Runner(model, self.pool, on_gpu if graphs is None else graphs)
+        options = (max_batch, chunk, short_share, snapshots, prefix_cache)
+        self.scheduler = Scheduler(self.pool, self.cache, self.drafting, *options)
+        self.runner = Runner(model, self.pool, graphs, self.drafting and self.drafting.mtp)
         self._next_rid = self.faults = 0
         self._done = []  # Outputs that `step` has still to return
         self._open = None  # the plan of a step that is under way
@@ -92,8 +101,8 @@ class Engine:
     waiting = property(lambda self: self.scheduler.waiting)
     running = property(lambda self: self.scheduler.running)  # in order of arrival
 
-    def _fitting_pages(self, latent):
-        empty, cuda = PagePool(self.cfg, 0, self.dtype, "meta", latent), self.device.type == "cuda"
+    def _fitting_pages(self, latent, mtp):
+        empty, cuda = PagePool(self.cfg, 0, self.dtype, "meta", latent, mtp), self.device.type == "cuda"
         free = torch.cuda.mem_get_info(self.device)[0] * GPU_POOL_SHARE if cuda else CPU_POOL_BYTES
         return max(int(free) // empty.page_bytes, empty.pages_for(1))
 
@@ -217,7 +226,8 @@ class Engine:
         text = TextStream(self.tokenizer, params.stop, ids) if self.tokenizer else None
         seed = random.getrandbits(63) if params.seed is None else params.seed
         self._next_rid += 1
-        self.waiting.append(Request(out, ids, params, limit, text, seed))
+        stops = tuple(params.stop_token_ids) + (() if params.ignore_eos else tuple(self._eos))
+        self.waiting.append(Request(out, ids, params, limit, text, seed, stops))
         return out
 
     # ------------------------------------------------------------ the loop
@@ -242,13 +252,14 @@ class Engine:
                     return []
                 result = self.runner.run(plan.step)  # at its end the host waits for the device
                 with uninterrupted():
+                    taken = self._append(plan, result)
                     self._open = None
-                    self._commit(plan, result)
+                    self._commit(plan, result, taken)
             except BaseException:  # Ctrl-C too
                 with uninterrupted():
                     self._undo()
                 raise
-            self._count(plan, time.perf_counter() - started, result.cold)
+            self._count(plan, result, taken, time.perf_counter() - started)
             self._ran += registry.counts - counts
         return [request.out for request in plan.choosing]
 
@@ -258,27 +269,34 @@ class Engine:
             self.scheduler.undo(self._open)
             self._open = None
 
-    def _commit(self, plan, result):
-        """Requests move on: first all states, then one answer after another, then those end that have to."""
-        self.scheduler.commit(plan, result)
-        for (request, _), sound in zip(plan.work, result.sound):
-            if not sound:
-                self._finish(request, "error")
+    def _append(self, plan, result):
+        """Appends what was chosen, up to where an answer ends -> {request: how many tokens}, of those with drafts."""
         for request, *news in zip(plan.choosing, result.tokens, result.logprobs, result.finite):
-            self._append(request, *news)
+            for token, logprobs, finite in zip(*news):
+                request.faulty = not finite
+                if request.faulty or request.ended:
+                    break
+                self._append_token(request, token, logprobs)
+        drafted = [request for request, chunk in plan.work if chunk.drafts]
+        return {request: request.length - 1 - request.computed for request in drafted}
+
+    def _commit(self, plan, result, taken):
+        """Requests move on, then those end that have to."""
+        for i, (request, count) in enumerate(taken.items()):
+            if request.ends_late and request.ended == "stop" and count:
+                self.runner.commit_less(i, count)
+        self.scheduler.commit(plan, result, taken)
+        faulty = [request for (request, _), sound in zip(plan.work, result.sound) if not sound]
+        for request in dict.fromkeys([*faulty, *(request for request in plan.choosing if request.faulty)]):
+            self._finish(request, "error")
         self._finish_ended()
 
     def _on_device(self):
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
-    def _append(self, request, token, logprobs, finite):
+    def _append_token(self, request, token, logprobs):
         """Appends a token to a request's answer; whether that ends it, `request.ended` says."""
-        if not finite:
-            self._finish(request, "error")
-        if request.ended or request.status is Status.ENDED:
-            return
-        params, out, piece = request.params, request.out, ""
-        stopped = token in params.stop_token_ids or (token in self._eos and not params.ignore_eos)
+        out, piece, stopped = request.out, "", token in request.stops
         if not stopped and request.text:
             piece, stopped = request.text.push(token)
         out.text += piece
@@ -310,15 +328,18 @@ class Engine:
 
     # ------------------------------------------------------------ what happened
 
-    def _count(self, plan, seconds, cold):
-        """Splits a step's time between reading prompts and writing answers by their tokens. Steps in which something
-        was captured or compiled say nothing of speed."""
-        decode = sum(c.tokens == 1 and c.past >= r.out.prompt_tokens for r, c in plan.work)
-        total, now = len(plan.step.ids), time.perf_counter()
-        for kind, tokens in (("prompt", total - decode), ("decode", decode)):
+    def _count(self, plan, result, taken, seconds):
+        """Splits a step's time between reading prompts and writing answers by their rows. Steps in which something was
+        captured or compiled say nothing of speed."""
+        writers = [(r, c) for r, c in plan.work if c.drafts or c.tokens == 1 and c.past >= r.out.prompt_tokens]
+        rows, now = sum(c.tokens for _, c in writers), time.perf_counter()
+        written, total = sum(taken.get(r, 1) for r, _ in writers), len(plan.step.ids)
+        for kind, tokens, n in (("prompt", total - rows, total - rows), ("decode", written, rows)):
             self._tokens[kind] += tokens
-            if tokens and not cold:
-                self._steps.append((kind, tokens, seconds * tokens / total, now))
+            if n and not result.cold:
+                self._steps.append((kind, tokens, seconds * n / total, now))
+        if self.drafting:
+            self.drafting.observe(plan.step, result, taken, None if result.cold else seconds)
         while self._steps and self._steps[0][3] < now - RATE_SECONDS:
             self._steps.popleft()
 
@@ -348,7 +369,8 @@ class Engine:
         backends = {}
         for (name, backend), calls in sorted(self._ran.items()):
             backends[name] = " + ".join([*filter(None, [backends.get(name)]), f"{backend} x{calls}"])
-        return stats | self.runner.stats | {"backends": backends}
+        drafts = self.drafting.stats if self.drafting else {"draft": None}
+        return stats | drafts | self.runner.stats | {"backends": backends}
 
 
 def _are_integers(ids):
@@ -356,7 +378,14 @@ def _are_integers(ids):
     return ids.dtype == object and all(isinstance(i, int) for i in ids)
 
 
-def _check(num_pages, max_batch, prefill_chunk, draft_tokens, host_pages, kv_dtype, kernels, short_share):
+def _check_draft(draft, tokens):
+    if not (draft in (None, "mtp", "lookup") or callable(getattr(draft, "draft", None))):
+        raise ValueError(f'draft is {draft!r}; give "mtp", "lookup", or an object with draft(text, count)')
+    if tokens not in (None, "auto") and not (type(tokens) is int and 0 <= tokens <= MOST):
+        raise ValueError(f'draft_tokens is {tokens!r}; it must be 0 to {MOST}, or "auto"')
+
+
+def _check(num_pages, max_batch, prefill_chunk, host_pages, kv_dtype, kernels, short_share):
     def need(ok, what):
         if not ok:
             raise ValueError(what)
@@ -365,7 +394,6 @@ def _check(num_pages, max_batch, prefill_chunk, draft_tokens, host_pages, kv_dty
     for name, value in (("num_pages", num_pages), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
         derived = value is None and name != "max_batch"
         need(derived or whole(value, 1), f"{name} is {value!r}; it must be at least 1")
-    need(not draft_tokens, f"draft_tokens is {draft_tokens}; speculative decoding is not built yet, use 0")
     need(whole(host_pages, 0), f"host_pages is {host_pages!r}; it must be 0 or more")
     need(kv_dtype in (None, "fp8"), f"kv_dtype is {kv_dtype!r}; None (the model's dtype) and 'fp8' are supported")
     what = f"kernels is {kernels!r}; give 'auto' or 'op=backend,...', and functions by kernels.use(...)"

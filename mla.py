@@ -19,7 +19,7 @@ from torch import nn
 
 import kernels
 from cache import FP8, FP8_MAX
-from layers import Linear, RMSNorm, join, rms_norm, wide
+from layers import Linear, RMSNorm, join, linear, rms_norm, wide
 
 ABSORB = 16  # up to this many queries a sequence use the absorbed form
 FP8_SCALES = ("latent_scale", "key_scale")
@@ -181,9 +181,7 @@ class MLA(nn.Module):
 
     def attend_paged(self, q, kv, W_kvb, scale, batch):
         """q [N, h, n+p], kv [N, r+p] raw -> [N, h, v]; the new rows are stored first, and read as stored."""
-        stored = batch.pool.rows(self.index)
-        row_scale = self.row_scale(kv) if stored.dtype == FP8 else None
-        latent_write(kv, self.kv_a_layernorm.weight, LATENT_EPS, stored, batch.slots, row_scale)
+        stored, row_scale = self.write_rows(kv, batch.pool, batch.slots)
         out = []
         for part in batch.parts:
             T = part.lengths[0]
@@ -194,6 +192,18 @@ class MLA(nn.Module):
             else:
                 out.append(mla_prefill(q[part.rows], W_kvb, stored, part, scale, row_scale))
         return join(out)
+
+    def write_rows(self, kv, pool, slots):
+        """Stores the rows kv [N, r+p], raw -> their slab, and the scale of its rows or None."""
+        stored = pool.rows(self.index)
+        row_scale = self.row_scale(kv) if stored.dtype == FP8 else None
+        latent_write(kv, self.kv_a_layernorm.weight, LATENT_EPS, stored, slots, row_scale)
+        return stored, row_scale
+
+    def store(self, x, pool, slots):
+        """The latent rows of x [N, H] alone, to slots [N]."""
+        q, row, _ = self.sizes
+        self.write_rows(linear(x, self.in_proj.weight[q : q + row]), pool, slots)
 
     def row_scale(self, rows):
         """What a row is divided by before it is stored in FP8, [r + p]: one number a part."""

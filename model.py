@@ -91,9 +91,16 @@ class MTP(nn.Module):
 
     def forward(self, embedded, hidden, batch):
         """embedded [N, H]: the tokens at t+1; hidden [N, H]: h at t -> x [N, H], before shared_head.norm."""
-        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        s, y = self.layer(x, None, [], batch)
+        s, y = self.layer(self.join(embedded, hidden), None, [], batch)
         return s + y
+
+    def join(self, embedded, hidden):
+        return self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
+
+    def store(self, embedded, hidden, pool, slots):
+        """Writes the latent rows of `forward` to slots [N], and computes nothing else."""
+        x = self.layer.input_layernorm(self.join(embedded, hidden))
+        self.layer.self_attn.store(x, pool, slots)
 
     def published(self):
         """Published tensor name -> the tensor that holds it; without the copies of embedding and head."""
@@ -145,10 +152,16 @@ class K3(nn.Module):
         hidden = self.hidden(ids.flatten(), Batch.whole(B, T)).unflatten(0, (B, T))
         return (self.logits(hidden), hidden) if return_hidden else self.logits(hidden)
 
+    def mtp_embed(self, ids):
+        return (self.embed_tokens if self.mtp.embed_tokens is None else self.mtp.embed_tokens)(ids)
+
     def mtp_hidden(self, ids, hidden, batch):
         """ids [N]: the token after each h; hidden [N, H] -> x [N, H], the h of the next draft step."""
-        embed = self.embed_tokens if self.mtp.embed_tokens is None else self.mtp.embed_tokens
-        return self.mtp(embed(ids), hidden, batch)
+        return self.mtp(self.mtp_embed(ids), hidden, batch)
+
+    def mtp_rows(self, ids, hidden, pool, slots):
+        """Writes only the latent rows of `mtp_hidden`, to slots [N] int64 of the pool; below 0: not."""
+        self.mtp.store(self.mtp_embed(ids), hidden, pool, slots)
 
     def mtp_head(self, x):
         """x [..., H] of `mtp_hidden` -> logits [..., V] in float32."""

@@ -2,20 +2,26 @@
 
 What a step reads goes to the device in one copy (cache.Feed); what the host needs of it comes back in one. A decode
 step launches a few hundred kernels that each take microseconds: launched one by one they wait for the host; a graph
-launches them as one. It is captured once per bucket (number of sequences, width of the page table, greedy or sampled).
-Sequences that fill up a bucket have no pages (ids below 0): kernels read and write nothing for them.
+launches them as one. It is captured once per bucket (number of sequences, width of the page table, drafts, what the
+sampler does), and holds all of a cycle: draft, verify, accept, commit. Sequences that fill up a bucket have no pages
+(ids below 0): kernels read and write nothing for them.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 import kernels
-from cache import Batch, Feed, table_width
-from sampling import logprobs, sample
+from cache import Batch, Chunk, Feed, Step, bucket, table_width, wide_enough
+from draft import accept
+from kda import KDA, kda_commit
+from sampling import Choice, logprobs, sample
 
-SYNC_FREE = ("kda_decode", "latent_write", "mla_decode", "experts", "router")  # in PyTorch shapes depend on data
+# in PyTorch shapes depend on data
+SYNC_FREE = ("kda_decode", "kda_verify", "kda_commit", "latent_write", "mla_decode", "experts", "router")
 GRAPHS = 64  # captured graphs that are kept: those used last
 
 
@@ -23,10 +29,11 @@ GRAPHS = 64  # captured graphs that are kept: those used last
 class Result:
     """What a step gave.
 
-    hidden: of each chunk's last token, before the final norm, [H] on the device. On the host: sound: for each chunk,
-    whether that is free of faults (NaN); and for each request that chooses, in the step's order: tokens; finite:
-    whether its logits were; logprobs: {id: log-probability}, the token's own first, or None. cold: whether time went
-    into capturing or compiling.
+    hidden: for each chunk that of its last token, [H] on the device, before the final norm; where it has drafts, [T, H]
+    of all its tokens. On the host: sound: for each chunk, whether it is free of faults (NaN); and for each request that
+    chooses, in the step's order: tokens; finite: whether the logits of each were; logprobs: of each a dict
+    {id: log-probability}, the token's own first, or None; kept: of each chunk with drafts, how many of these were
+    right. cold: whether time went into capturing or compiling.
     """
 
     hidden: list
@@ -34,65 +41,152 @@ class Result:
     tokens: list
     finite: list
     logprobs: list
+    kept: list
     cold: bool = False
 
 
-class Runner:
-    """Runs the model over `pool` as a step says. graphs: False, or True: decode steps are captured where possible."""
+class Computed(NamedTuple):
+    """What a step leaves on the device: hidden [N, H]; logits [R, V], tokens and finite [R] of each choice; counts [2,
+    B]: of each sequence with drafts, tokens for its answer, and drafts that were right. drafted: cache.Part of these.
+    """
 
-    def __init__(self, model, pool, graphs):
-        self.model, self.pool = model, pool
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    finite: torch.Tensor
+    counts: torch.Tensor
+    drafted: object = None
+
+
+class Runner:
+    """Runs the model over `pool` as a step says. graphs: False, or True: decode steps are captured where possible; mtp:
+    draft.MTP, which drafts on the device, or None."""
+
+    def __init__(self, model, pool, graphs, mtp=None):
+        self.model, self.pool, self.mtp = model, pool, mtp
+        self.kda = [layer.self_attn for layer in model.layers if isinstance(layer.self_attn, KDA)]
         self.eager = None if graphs else "off"  # why no graphs are used
         self.graphs = OrderedDict()  # key -> Graph, or why there is none; least recently used first
         self.replays = self.captures = 0
         self.memory = torch.cuda.graph_pool_handle() if graphs else None
+        self.last = None  # the part with drafts of the last step
 
     def run(self, step):
         """step: cache.Step -> Result. The host waits for the device at the end, and nowhere else."""
         before = self.captures, kernels.compilations()
         graph = self.graph(step) if step.is_decode else None
-        result = self.download(step, *(graph(step) if graph else self.forward(step)))
+        computed = graph(step) if graph else self.forward(step)
+        self.last = computed.drafted
+        result = self.download(step, computed)
         result.cold = before != (self.captures, kernels.compilations())
         return result
 
     def forward(self, step):
-        """Op by op -> hidden [B, H] of each chunk's last token, logits [R, V], tokens and finite [R] of the choices."""
-        chunks = step.chunks
-        feed = Feed(self.pool, len(step.ids), len(chunks), table_width(self.pool, chunks), len(step.filters))
-        feed.fill(chunks, step.ids, step.filters)
-        x, hidden = feed.upload(), []
-        if chunks:
-            sizes = zip(*((c.tokens, c.past, c.follows) for c in chunks))
-            hidden = self.model.hidden(x["ids"], Batch.fed(self.pool, x, *sizes))
-            hidden = hidden if len(hidden) == len(chunks) else hidden[x["last"]]
-        rows = [*(hidden[i] for i in step.ends), *step.held]
-        if not rows:
-            return hidden, None, *torch.empty(2, 0, device=hidden.device)
-        logits = self.model.logits(torch.stack(rows))
-        return hidden, logits, *sample(logits, x["filters"] if step.sampled else None)
+        """Op by op."""
+        chunks, rows = step.chunks, step.rows
+        feed = Feed(self.pool, len(step.ids), len(chunks), table_width(self.pool, chunks), rows.shape[1])
+        feed.fill(chunks, step.ids, rows if rows.size else None, step.choices)
+        return self.compute(step, feed.upload(), self.stack(step.before), step.kind)
 
-    def download(self, step, hidden, logits, tokens, finite):
+    def stack(self, hidden):
+        """A list of [H] or None (the start of a text: zero) -> [n, H]."""
+        none = torch.zeros(self.model.cfg.hidden_size, dtype=self.pool.dtype, device=self.pool.device)
+        return torch.stack([none if h is None else h for h in hidden]) if hidden else None
+
+    def compute(self, step, x, before, kind):
+        """All that a step does on the device, from the tensors x of its Feed -> Computed. before [n, H]: h of the token
+        ahead of each chunk, for those with drafts or more than one token, where there is an MTP layer.
+        """
+        hidden = drafted = mine = counts = None
+        if step.chunks:
+            batch = Batch.fed(self.pool, x, step.chunks)
+            drafted = batch.drafted
+            if drafted:
+                mine = self.drafted_rows(step, x, drafted)
+                if self.mtp:
+                    self.mtp.draft(drafted, mine["ids"], mine["slots"], before, mine["filters"], mine["draws"], kind)
+            hidden = self.model.hidden(x["ids"], batch)
+            if self.mtp and not (batch.parts[-1].decode or batch.parts[-1].drafts):
+                self.mtp.write_prompts(batch.parts[-1], x, hidden, before)
+        rows = [hidden if step.is_decode else hidden[x["rows"][: len(x["rows"]) - len(step.held)]]] if step.ends else []
+        rows += [torch.stack(step.held)] if step.held else []
+        if not rows:
+            return Computed(hidden, None, *hidden.new_empty(2, 0), None, None)
+        logits = self.model.logits(torch.cat(rows) if len(rows) > 1 else rows[0])
+        tokens, finite = sample(logits, x["filters"], x["draws"], kind)
+        if drafted:
+            chosen = tokens[mine["choices"]].view_as(mine["ids"])
+            taken, right = accept(mine["ids"], chosen, mine["stops"], mine["room"])
+            counts = torch.stack([taken, right])
+            self.commit(drafted, drafted.dst, taken)
+            if self.mtp:
+                self.mtp.write_drafts(mine["ids"], mine["slots"], hidden[drafted.rows], taken)
+        return Computed(hidden, logits, tokens, finite, counts, drafted)
+
+    def drafted_rows(self, step, x, part):
+        """What of a Feed is of the part with drafts: B sequences, a token and its drafts each."""
+        B, T = len(part.lengths), part.drafts + 1
+        first = next(i for i, end in enumerate(step.ends) if step.chunks[end].drafts)  # plain decodes stand before
+        choices = slice(first, first + B * T)
+        mine = {name: x[name][part.rows].view(B, T) for name in ("ids", "slots")}
+        mine |= {name: x[name][:, choices].unflatten(1, (B, T)) for name in ("filters", "draws")}
+        return mine | {"stops": x["stops"][:, choices][:, ::T], "room": x["room"][choices][::T], "choices": choices}
+
+    def commit(self, part, dst, taken):
+        """The KDA states of the sequences of a part after so many of their tokens [B] int32, to pages dst."""
+        if self.kda:
+            weights = [layer.weights() for layer in self.kda]
+            kda_commit(part.raw, weights, self.pool, part.src, dst, part.past, taken, part.drafts + 1)
+
+    def commit_less(self, index, taken):
+        """Again, for one sequence of the last step's part with drafts: its answer ended before what was accepted. Its
+        state before the step is there still: src is another page than dst."""
+        part = self.last
+        dst, count = torch.full_like(part.dst, -1), torch.zeros_like(part.past)
+        dst[index], count[index] = part.dst[index], taken
+        self.commit(part, dst, count)
+
+    def download(self, step, computed):
         """Brings to the host, in one copy, what it has to know -> Result."""
-        sound = finite if step.is_decode else hidden.isfinite().all(-1) if step.chunks else finite[:0]
-        most = max((n for n in step.logprobs if n is not None), default=None)
+        hidden, logits, tokens, finite, counts, _ = computed
+        ends = np.cumsum([c.tokens for c in step.chunks], dtype=np.int64) - 1
+        sound = finite[:0]  # of who has drafts, `finite` says it
+        if not step.drafts or not step.is_decode:
+            last = torch.from_numpy(ends).to(hidden.device)
+            sound = finite if step.is_decode else hidden[last].isfinite().all(-1)
+        most = max((choice.logprobs for choice in step.choices if choice.logprobs is not None), default=None)
         wanted = () if most is None else logprobs(logits, tokens, most)
-        parts = [x.flatten().double() for x in (sound, tokens, finite, *wanted)]
-        sound, tokens, finite, *wanted = (x.tolist() for x in torch.cat(parts).cpu().split([len(x) for x in parts]))
-        rows, each = [None] * len(tokens), len(wanted[0]) // len(tokens) if wanted else 0
-        for i, n in enumerate(step.logprobs):
-            if n is not None:
-                values, ids = (x[i * each : i * each + 1 + n] for x in wanted)
-                rows[i] = {int(token): value for token, value in zip(ids, values)}
-        return Result(list(hidden), [*map(bool, sound)], [*map(int, tokens)], [*map(bool, finite)], rows)
+        counts = hidden.new_empty(0) if counts is None else counts
+        parts = [x.flatten().double() for x in (sound, tokens, finite, counts, *wanted)]
+        parts = torch.cat(parts).cpu().split([len(x) for x in parts])
+        sound, tokens, finite, counts, *wanted = (x.tolist() for x in parts)
+        taken, kept = ([int(n) for n in half] for half in (counts[: len(counts) // 2], counts[len(counts) // 2 :]))
+        sound = [bool(x) for x in sound] or [True] * len(step.chunks)
+        sound = [ok or bool(chunk.drafts) for ok, chunk in zip(sound, step.chunks)]
+        each, result = len(wanted[0]) // len(tokens) if wanted else 0, Result([], sound, [], [], [], kept)
+        row, take = 0, iter(taken)
+        drafts = [step.chunks[end].drafts for end in step.ends] + [0] * len(step.held)
+        for choice, m in zip(step.choices, drafts):
+            n = next(take) if m else 1
+            result.tokens.append([int(t) for t in tokens[row : row + n]])
+            result.finite.append([bool(f) for f in finite[row : row + n]])
+            result.logprobs.append([None] * n)
+            if choice.logprobs is not None:
+                cut = [slice(i * each, i * each + 1 + choice.logprobs) for i in range(row, row + n)]
+                result.logprobs[-1] = [dict(zip(map(int, wanted[1][c]), wanted[0][c])) for c in cut]
+            row += 1 + m
+        for chunk, end in zip(step.chunks, ends.tolist()):
+            result.hidden.append(hidden[end - chunk.drafts : end + 1] if chunk.drafts else hidden[end])
+        return result
 
     # ------------------------------------------------------------ graphs
 
     def graph(self, step):
-        """The graph for a step of one token of each sequence; None where it cannot be captured."""
+        """The graph for a step of one token of each sequence, and its drafts; None where it cannot be captured."""
         if self.eager is not None:
             return None
-        width = table_width(self.pool, step.chunks)
-        shape = bucket(len(step.chunks)), 1 << (width - 1).bit_length(), step.sampled
+        width = wide_enough(table_width(self.pool, step.chunks))
+        shape = bucket(len(step.chunks)), width, step.drafts, step.kind
         key = shape, kernels.current()
         if key not in self.graphs:
             self.graphs[key] = self.capture(*shape)
@@ -103,11 +197,11 @@ class Runner:
         self.replays += not isinstance(graph, str)
         return None if isinstance(graph, str) else graph
 
-    def capture(self, B, W, sampled):
+    def capture(self, B, W, drafts, kind):
         """-> Graph, or in words why there is none."""
         self.captures += 1
         try:
-            return Graph(self.model, self.pool, B, W, sampled, self.memory)
+            return Graph(self, B, W, drafts, kind)
         except NotCapturable as e:
             return str(e)
         except RuntimeError as e:
@@ -137,30 +231,28 @@ class Runner:
         return {"graphs": captured, "graph_replays": self.replays, "graphs_off": off}
 
 
-def bucket(n):
-    """The number of sequences that a graph for n is captured with: 1, 2, 4, 8, then multiples of 8."""
-    return 1 << (n - 1).bit_length() if n <= 8 else -(-n // 8) * 8
-
-
 class NotCapturable(RuntimeError):
     pass
 
 
 class Graph:
-    """One captured decode step of B sequences with tables of W pages. Its logits are gone once the tokens are chosen:
-    graphs share the memory of what they compute on the way.
+    """One captured cycle of B sequences, each a token and its drafts, with tables of W pages. Its logits are gone once
+    the tokens are chosen: graphs share the memory of what they compute on the way.
     """
 
-    def __init__(self, model, pool, B, W, sampled, memory):
-        self.model, self.feed, self.copied = model, Feed(pool, B, B, W, B), torch.cuda.Event()
-        self.inputs = torch.empty_like(self.feed.host, device=pool.device)
-        self.write([], [], [])
-        x, longest = self.feed.views(self.inputs), W * pool.page_size
-        batch = Batch.fed(pool, x, [1] * B, [longest - 1] * B, [False] * B)
+    def __init__(self, runner, B, W, drafts, kind):
+        self.runner, self.T, self.pool = runner, drafts + 1, runner.pool
+        self.feed, self.copied = Feed(self.pool, B * self.T, B, W, B * self.T), torch.cuda.Event()
+        self.inputs = torch.empty_like(self.feed.host, device=self.pool.device)
+        self.before = runner.stack([None] * B) if runner.mtp and drafts else None
+        past = W * self.pool.page_size - self.T
+        none = [Chunk(self.T, past, *[()] * 3, drafts=drafts) for _ in range(B)]
+        self.step = Step(none, [0] * (B * self.T), [*range(B)], [Choice()] * B, drafts=drafts)
+        self.write([], [], None, ())
+        x = self.feed.views(self.inputs)
 
         def run():
-            hidden = model.hidden(x["ids"], batch)
-            return hidden, *sample(model.logits(hidden), x["filters"] if sampled else None)
+            return runner.compute(self.step, x, self.before, kind)._replace(logits=None)
 
         counts = kernels.counts.copy()
         try:
@@ -174,23 +266,30 @@ class Graph:
             if slow:
                 raise NotCapturable(f"{', '.join(slow)} ran in PyTorch, where shapes depend on data")
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=memory):
-                self.hidden, self.tokens, self.finite = run()
+            with torch.cuda.graph(self.graph, pool=runner.memory):
+                self.computed = run()
         finally:  # none of these calls answered anyone
             kernels.counts.clear()
             kernels.counts.update(counts)
 
-    def write(self, chunks, ids, filters):
+    def write(self, chunks, ids, rows, choices):
         self.copied.synchronize()  # the host buffer may still be read
-        self.feed.fill(chunks, ids, filters)
+        self.feed.fill(chunks, ids, rows, choices)
         self.inputs.copy_(self.feed.host, non_blocking=True)
         self.copied.record()
 
     def __call__(self, step):
         """As Runner.forward; the logits are computed again where they are asked for."""
-        self.write(step.chunks, step.ids, step.filters)
+        self.write(step.chunks, step.ids, step.rows, step.choices)
+        B = len(step.chunks)
+        if self.before is not None:
+            torch.stack(step.before, out=self.before[:B])
         self.graph.replay()
         kernels.counts.update(self.calls)
-        n = len(step.chunks)
-        logits = self.model.logits(self.hidden)[:n] if any(k is not None for k in step.logprobs) else None
-        return self.hidden[:n].clone(), logits, self.tokens[:n], self.finite[:n]
+        hidden, _, tokens, finite, counts, drafted = self.computed
+        hidden = hidden[: B * self.T].clone()
+        logits = None
+        if any(choice.logprobs is not None for choice in step.choices):
+            logits = self.runner.model.logits(hidden)
+        counts = None if counts is None else counts[:, :B]
+        return Computed(hidden, logits, tokens[: B * self.T], finite[: B * self.T], counts, drafted)

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cache import Chunk, Step
+from cache import STOPS, Chunk, Step
 from prefix import common
-from sampling import filter_row
+from sampling import Choice
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,22 @@ class Status(Enum):
 
 
 class Request:
-    """A request: its tokens so far, how many of them the pool holds, and where."""
+    """A request: its tokens so far, how many of them the pool holds, and where. stops: ids that end its answer."""
 
-    def __init__(self, out, prompt, params, limit, text, seed):
-        self.out, self.params, self.limit, self.text, self.seed = out, params, limit, text, seed
+    def __init__(self, out, prompt, params, limit, text, seed, stops=()):
+        self.out, self.params, self.limit, self.text, self.stops = out, params, limit, text, stops
+        self.filters = params.temperature, params.top_k, params.top_p, params.min_p
+        self.seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # 64 bits of it, signed
         self.buffer, self.length = np.array(prompt, dtype=np.int32), len(prompt)
         self.status = Status.WAITING
         self.pages = self.state = np.empty(0, dtype=np.int64)  # history by page index; state, one a group
         self.computed = 0  # tokens in the pool
         self.hidden = None  # of the last of them, before the final norm
+        self.due = []  # (position, h of the token ahead): rows of the draft layer that are not written yet
         self.branch = 0  # where the prompt leaves a known prefix: a snapshot is due there
         self.transfer = None  # prefix.Transfer, while it is FETCHING
         self.stopped = False  # its last token ended the answer
+        self.faulty = False  # its last logits were not finite (NaN)
         self.found = None  # what the cache answered, and of which version
         self.compared, self.siblings = 0, []  # admissions whose prompts it was compared with; those that share a prefix
         self.admission = 0
@@ -102,6 +106,17 @@ class Request:
         """Why its answer is complete, or None."""
         return "stop" if self.stopped else "length" if len(self.out.token_ids) >= self.limit else None
 
+    @property
+    def choice(self):
+        """How its next token is chosen."""
+        n = len(self.out.token_ids)
+        return Choice(self.filters, self.seed, n, self.stops, self.limit - n, self.params.logprobs)
+
+    @property
+    def ends_late(self):
+        """Whether its answer may end where only the host sees it, among drafts that the device has accepted."""
+        return bool(self.params.stop) or len(self.stops) > STOPS
+
     def append(self, token):
         if self.length == len(self.buffer):
             self.buffer = np.concatenate([self.buffer, np.empty_like(self.buffer)])
@@ -122,8 +137,8 @@ class Plan(NamedTuple):
 class Scheduler:
     """The requests that wait and run, in order of arrival, and their pages. Options: see engine.Engine."""
 
-    def __init__(self, pool, cache, max_batch, prefill_chunk, short_share, snapshots, prefix_cache, vocab_size):
-        self.pool, self.cache, self.vocab_size = pool, cache, vocab_size
+    def __init__(self, pool, cache, drafting, max_batch, prefill_chunk, short_share, snapshots, prefix_cache):
+        self.pool, self.cache, self.drafting = pool, cache, drafting
         self.max_batch, self.prefill_chunk, self.short_share = max_batch, prefill_chunk, short_share
         self.snapshots, self.prefix_cache = snapshots, prefix_cache
         self.waiting, self.running = deque(), []
@@ -134,20 +149,35 @@ class Scheduler:
         """-> Plan; it is empty where nobody can run."""
         self.cache.settle()
         self._admit()
-        work = self._plan()
+        drafts = self.drafting.plan(self) if self.drafting else {}
+        work = self._plan(drafts)
         held = [r for r in self.running if r.computed == r.length]
-        ends = [i for i, (r, c) in enumerate(work) if c.past + c.tokens == r.length]
+        ends = [i for i, (r, c) in enumerate(work) if c.drafts or c.past + c.tokens == r.length]
         choosing = [work[i][0] for i in ends] + held
-        parts = [r.buffer[c.past : c.past + c.tokens] for r, c in work]
+        parts = [np.append(r.tokens[c.past :], drafts[r]) if c.drafts else r.buffer[c.past : c.past + c.tokens]
+                 for r, c in work]  # fmt: skip
         ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
-        rows = [filter_row(r.params, r.seed, len(r.out.token_ids), self.vocab_size) for r in choosing]
-        logprobs = [r.params.logprobs for r in choosing]
-        return Plan(work, choosing, Step([c for _, c in work], ids, ends, rows, logprobs, [r.hidden for r in held]))
+        step = Step([c for _, c in work], ids, ends, [r.choice for r in choosing], [r.hidden for r in held])
+        step.drafts = max((c.drafts for c in step.chunks), default=0)
+        if self.drafting and self.drafting.mtp:
+            step.before = [r.hidden for r, c in work if c.tokens > 1]
+        return Plan(work, choosing, step)
 
-    def commit(self, plan, result):
-        """The step has run: requests have moved on, and prompts leave the snapshots that are due."""
+    def writers(self):
+        """The requests that get their next token in this step, after one token."""
+        return [r for r in self.running if not r.reading and r.computed == r.length - 1]
+
+    def commit(self, plan, result, taken):
+        """The step has run: requests have moved on, and prompts leave the snapshots that are due. taken: {request: how
+        many tokens of those that it brought with drafts count}."""
         for (request, chunk), hidden in zip(plan.work, result.hidden):
-            request.computed, request.hidden = chunk.past + chunk.tokens, hidden
+            if chunk.drafts:
+                count = taken[request]
+                request.computed, request.hidden = chunk.past + count, hidden[count - 1]
+            else:
+                if self.drafting and self.drafting.mtp and chunk.tokens == 1:
+                    request.due.append((chunk.past, request.hidden))
+                request.computed, request.hidden = chunk.past + chunk.tokens, hidden
             if chunk.dst is not chunk.src:
                 self.pool.drop(chunk.src)
                 request.state = chunk.dst
@@ -281,20 +311,22 @@ class Scheduler:
 
     # ------------------------------------------------------------ the plan of a step
 
-    def _plan(self):
-        """[(request, Chunk)], fewest tokens first: decode rows, and prompt chunks within the budget."""
+    def _plan(self, drafts):
+        """[(request, Chunk)]: decode rows, those with drafts, and prompt chunks within the budget, short ones first."""
         work, budget = [], self._budget()
         for request in list(self.running):
             left = request.length - request.computed
-            n = left if left <= 1 else budget.get(request, 0)
+            m = len(drafts.get(request, ()))
+            n = left + m if left <= 1 else budget.get(request, 0)
             if n <= 0 or request.status is not Status.RUNNING:
                 continue
             at_hand = request.computed + n <= len(request.pages) * self.pool.page_size and not self._is_shared(request)
             if not at_hand and not self._make_room(request, request.computed + n):
                 continue
-            dst = self._take(self.pool.groups) if self._is_shared(request) else request.state
-            work.append((request, Chunk(n, request.computed, request.pages, request.state, dst)))
-        return sorted(work, key=lambda w: w[1].tokens)
+            fresh = self._is_shared(request) or m and request.ends_late
+            dst = self._take(self.pool.groups) if fresh else request.state
+            work.append((request, Chunk(n, request.computed, request.pages, request.state, dst, drafts=m)))
+        return sorted(work, key=lambda w: (w[1].tokens > 1, not w[1].drafts, w[1].tokens))
 
     def _budget(self):
         """{request: how many tokens of its prompt this step reads}, `prefill_chunk` in all.
@@ -359,6 +391,8 @@ class Scheduler:
     def keep(self, request):
         """Puts the request's prefix into the cache."""
         if self.prefix_cache and request.computed:
+            if request.due:
+                self.drafting.mtp.settle([request])
             pages = request.pages[: self.pool.history_pages(request.computed)]
             self.cache.insert(request.buffer[: request.computed], pages, request.state, request.hidden)
 
@@ -385,6 +419,7 @@ class Scheduler:
         """Gives up the request's pages; returns those that are free now."""
         freed = self.pool.drop(request.pages) + self.pool.drop(request.state)
         request.pages = request.state = np.empty(0, dtype=np.int64)
+        request.due = []
         self.running.remove(request)
         return freed
 

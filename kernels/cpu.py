@@ -246,7 +246,8 @@ def _commit_tensors(raw, weights, pool, *_):
 
 
 def _commit_pages(raw, weights, pool, src, dst, past, accepted, T):
-    (S, conv), d = pool.state(0), pool.state(0)[0].shape[-1]
+    S = pool.state(0)[0]
+    d = S.shape[-1]
     return None if S.stride()[1:] == (d * d, d, 1) else "pages of another kind"
 
 

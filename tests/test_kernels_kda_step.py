@@ -248,7 +248,7 @@ def test_all_layers_at_once(backend):
     """Five layers in two groups of three slabs: each as it is alone."""
     cfg = tiny_config(dict(kda_layers=[1, 2, 3, 4, 5], full_attn_layers=[6, 7, 8], head_dim=32), num_hidden_layers=8)
     torch.manual_seed(0)
-    cases, T, B = [Case(3, 4, h=3, d=32, seed=i) for i in range(5)], 4, 3
+    cases, T = [Case(3, 4, h=3, d=32, seed=i) for i in range(5)], 4
     held = PagePool(cfg, 20, device=DEVICE)
     held.slabs.copy_(torch.randint(0, 255, held.slabs.shape))
     for i in range(5):
