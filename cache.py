@@ -208,6 +208,11 @@ class Step:
     drafts: int = 0
     before: tuple = ()
 
+    @classmethod
+    def decode(cls, chunks, ids, choices, before=()):
+        """One token of each sequence, or one and its drafts, and the choices behind them."""
+        return cls(chunks, ids, [*range(len(chunks))], choices, (), chunks[0].drafts, before)
+
     @property
     def is_decode(self):
         """Whether every chunk is one token and its drafts, followed by a choice: what a graph can be captured of."""

@@ -204,7 +204,7 @@ class Depth:
         self.seen, self.wait = {}, {}  # of a key: observations by depth; cycles until the next probe
         self.drafted, self.kept = np.zeros(MOST, dtype=np.int64), np.zeros(MOST, dtype=np.int64)
         self.cycles = self.tokens = 0
-        self.seconds = 0.0
+        self.took = {}  # depth -> steps, seconds
 
     def choose(self, key):
         if not self.auto:
@@ -240,19 +240,21 @@ class Depth:
             self.kept[:n] += 1
             self.right[:tried] += 0.02 * ((np.arange(tried) < n) - self.right[:tried])
         self.cycles += len(kept)
-        self.tokens += tokens if m else 0
+        self.tokens += tokens
         if seconds is not None:
+            steps, total = self.took.get(m, (0, 0.0))
+            self.took[m] = steps + 1, total + seconds
             costs, seen = self.costs.setdefault(key, {}), self.seen.setdefault(key, {})
             weight = max(0.1, 1 / (1 + seen.get(m, 0)))
             costs[m] = costs.get(m, seconds) + weight * (seconds - costs.get(m, seconds))
             seen[m] = seen.get(m, 0) + 1
-            self.seconds += seconds if m else 0
 
     @property
     def stats(self):
-        """drafted and kept: tokens; acceptance: by position, of those whose predecessors were right; per_cycle: tokens
-        committed in a cycle of one sequence."""
+        """drafted, drafts_kept: tokens; acceptance: by position, of those whose predecessors were right;
+        tokens_per_cycle: of one sequence, where it had drafts; depths: steps and their milliseconds by depth."""
         tried = self.drafted > 0
         stats = {"drafted": int(self.drafted.sum()), "drafts_kept": int(self.kept.sum())}
         stats |= {"acceptance": [round(float(x), 4) for x in self.kept[tried] / self.drafted[tried]]}
-        return stats | {"tokens_per_cycle": self.tokens / self.cycles if self.cycles else 0.0}
+        stats |= {"tokens_per_cycle": self.tokens / self.cycles if self.cycles else 0.0}
+        return stats | {"depths": {m: f"{n} x {s / n * 1e3:.2f} ms" for m, (n, s) in sorted(self.took.items())}}

@@ -64,7 +64,6 @@ class Runner:
 
     def __init__(self, model, pool, graphs, mtp=None):
         self.model, self.pool, self.mtp = model, pool, mtp
-        self.kda = [layer.self_attn for layer in model.layers if isinstance(layer.self_attn, KDA)]
         self.eager = None if graphs else "off"  # why no graphs are used
         self.graphs = OrderedDict()  # key -> Graph, or why there is none; least recently used first
         self.replays = self.captures = 0
@@ -134,8 +133,8 @@ class Runner:
 
     def commit(self, part, dst, taken):
         """The KDA states of the sequences of a part after so many of their tokens [B] int32, to pages dst."""
-        if self.kda:
-            weights = [layer.weights() for layer in self.kda]
+        weights = [layer.self_attn.weights() for layer in self.model.layers if isinstance(layer.self_attn, KDA)]
+        if weights:
             kda_commit(part.raw, weights, self.pool, part.src, dst, part.past, taken, part.drafts + 1)
 
     def commit_less(self, index, taken):
@@ -150,21 +149,21 @@ class Runner:
         """Brings to the host, in one copy, what it has to know -> Result."""
         hidden, logits, tokens, finite, counts, _ = computed
         ends = np.cumsum([c.tokens for c in step.chunks], dtype=np.int64) - 1
-        sound = finite[:0]  # of who has drafts, `finite` says it
-        if not step.drafts or not step.is_decode:
-            last = torch.from_numpy(ends).to(hidden.device)
-            sound = finite if step.is_decode else hidden[last].isfinite().all(-1)
+        sound = finite[:0]
+        if not step.is_decode and step.chunks:  # else `finite` says it
+            sound = hidden[torch.from_numpy(ends).to(hidden.device)].isfinite().all(-1)
         most = max((choice.logprobs for choice in step.choices if choice.logprobs is not None), default=None)
         wanted = () if most is None else logprobs(logits, tokens, most)
-        counts = hidden.new_empty(0) if counts is None else counts
-        parts = [x.flatten().double() for x in (sound, tokens, finite, counts, *wanted)]
+        parts = [x.flatten().double() for x in (sound, tokens, finite, finite[:0] if counts is None else counts, *wanted)]
         parts = torch.cat(parts).cpu().split([len(x) for x in parts])
         sound, tokens, finite, counts, *wanted = (x.tolist() for x in parts)
-        taken, kept = ([int(n) for n in half] for half in (counts[: len(counts) // 2], counts[len(counts) // 2 :]))
-        sound = [bool(x) for x in sound] or [True] * len(step.chunks)
-        sound = [ok or bool(chunk.drafts) for ok, chunk in zip(sound, step.chunks)]
-        each, result = len(wanted[0]) // len(tokens) if wanted else 0, Result([], sound, [], [], [], kept)
-        row, take = 0, iter(taken)
+        taken, kept = (list(map(int, half)) for half in np.reshape(counts, (2, -1)))
+        each, row, take = len(wanted[0]) // len(tokens) if wanted else 0, 0, iter(taken)
+        result = Result([], [], [], [], [], kept)
+        for i, (end, chunk) in enumerate(zip(ends.tolist(), step.chunks)):
+            result.hidden.append(hidden[end - chunk.drafts : end + 1] if chunk.drafts else hidden[end])
+            # of a decode, and of what has drafts, `finite` speaks
+            result.sound.append(bool(sound[i]) if sound and not chunk.drafts else chunk.drafts > 0 or bool(finite[i]))
         drafts = [step.chunks[end].drafts for end in step.ends] + [0] * len(step.held)
         for choice, m in zip(step.choices, drafts):
             n = next(take) if m else 1
@@ -175,8 +174,6 @@ class Runner:
                 cut = [slice(i * each, i * each + 1 + choice.logprobs) for i in range(row, row + n)]
                 result.logprobs[-1] = [dict(zip(map(int, wanted[1][c]), wanted[0][c])) for c in cut]
             row += 1 + m
-        for chunk, end in zip(step.chunks, ends.tolist()):
-            result.hidden.append(hidden[end - chunk.drafts : end + 1] if chunk.drafts else hidden[end])
         return result
 
     # ------------------------------------------------------------ graphs
@@ -247,7 +244,7 @@ class Graph:
         self.before = runner.stack([None] * B) if runner.mtp and drafts else None
         past = W * self.pool.page_size - self.T
         none = [Chunk(self.T, past, *[()] * 3, drafts=drafts) for _ in range(B)]
-        self.step = Step(none, [0] * (B * self.T), [*range(B)], [Choice()] * B, drafts=drafts)
+        self.step = Step.decode(none, [0] * (B * self.T), [Choice()] * B)
         self.write([], [], None, ())
         x = self.feed.views(self.inputs)
 

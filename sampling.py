@@ -88,12 +88,9 @@ CLOSE = 1e-6  # how far a sum of probabilities may be off: what float32 logits o
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, and far from any pattern: 2^64 over the golden ratio
 
 
-def choice(params, seed, position, eos, room):
-    """The Choice of one request for the token at `position` of its answer; eos: ids that end it too."""
-    filters = params.temperature, params.top_k, params.top_p, params.min_p
-    stops = tuple(params.stop_token_ids) + (() if params.ignore_eos else tuple(eos))
-    seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # 64 bits of it, signed
-    return Choice(filters, seed, position, stops, room, params.logprobs)
+def signed(seed):
+    """The lower 64 bits of an integer, as int64 has them."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def scramble(x):

@@ -24,7 +24,7 @@ import numpy as np
 
 from cache import STOPS, Chunk, Step
 from prefix import common
-from sampling import Choice
+from sampling import Choice, signed
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Request:
     def __init__(self, out, prompt, params, limit, text, seed, stops=()):
         self.out, self.params, self.limit, self.text, self.stops = out, params, limit, text, stops
         self.filters = params.temperature, params.top_k, params.top_p, params.min_p
-        self.seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # 64 bits of it, signed
+        self.seed = signed(seed)
         self.buffer, self.length = np.array(prompt, dtype=np.int32), len(prompt)
         self.status = Status.WAITING
         self.pages = self.state = np.empty(0, dtype=np.int64)  # history by page index; state, one a group

@@ -10,11 +10,12 @@ from tqdm import tqdm
 
 from benchmarks.report import print_table
 from benchmarks.timing import events_ms
-from cache import GREEDY, Chunk, PagePool, Step
+from cache import Chunk, PagePool, Step
 from engine import TINY
 from model import K3, K3Config
 from moe import MoE
 from runner import Runner
+from sampling import Choice
 from tokenizer import Tokenizer
 
 CONTEXTS, BATCHES = (1024, 16384, 131072), (1, 2, 4, 8, 16, 32, 64)
@@ -159,7 +160,7 @@ def step(args):
         if choice != "even":
             skew(model, concentration, args.seed)
         ids = torch.randint(cfg.vocab_size, (batch,)).numpy()
-        decode = Step.decode(chunks_at(pool, context, [1] * batch), ids, [GREEDY] * batch)
+        decode = Step.decode(chunks_at(pool, context, [1] * batch), ids, [Choice()] * batch)
         found = experts_hit(model, partial(runner.forward, decode))
         graph = runner.graph(decode)
         if graph is None:
@@ -174,12 +175,12 @@ def step(args):
     for batch in (0, *batches):
         chunks = chunks_at(pool, contexts[0], [1] * batch + [MIXED])
         ids = torch.randint(cfg.vocab_size, (batch + MIXED,)).numpy()
-        mixed = Step(chunks, ids, [*range(batch)], [GREEDY] * batch, [None] * batch)
+        mixed = Step(chunks, ids, [*range(batch)], [Choice()] * batch)
         row = {"step": f"{MIXED} prompt tokens too", "batch": batch, "context": contexts[0]}
         rows.append(row | {"ms": events_ms(partial(runner.forward, mixed)), **dict.fromkeys(REST)})
     print_table(rows, ["step", "batch", "context", "experts_hit", "ms", "with_host_ms", "GB", "of_copy", "target"])
     chunks, ids = chunks_at(pool, contexts[0], [1] * batches[0]), np.zeros(batches[0], dtype=np.int64)
-    graph = runner.graph(Step.decode(chunks, ids, [GREEDY] * batches[0]))
+    graph = runner.graph(Step.decode(chunks, ids, [Choice()] * batches[0]))
     names = launches(graph.graph.replay)
     copies = sum(n for name, n in names.items() if "copy" in name.lower() or "memcpy" in name.lower())
     total, layers = sum(names.values()), cfg.num_hidden_layers

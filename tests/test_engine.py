@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cache import Batch, Chunk, PagePool
 from engine import Engine
-from sampling import SamplingParams, filter_row, sample
+from sampling import SamplingParams, sample
 from tokenizer import TextStream, Tokenizer
 
 torch.set_num_threads(1)  # the matrices are tiny: more threads would wait for one another
@@ -745,8 +745,9 @@ def test_a_seed_decides_alone_in_company_and_in_chunks():
     assert answers[0] == answers[1] == answers[2]
     with torch.inference_mode():
         rows = case("micro")[0](torch.tensor([ids + answers[0]]))[0, 29:-1]
-    filters = torch.tensor([filter_row(SAMPLED, 42, i, 257) for i in range(12)], dtype=torch.float64).T
-    assert answers[0] == sample(rows, filters)[0].tolist()
+    filters = torch.tensor([[1.3, 50, 0.9, 0.01]] * 12, dtype=torch.float64).T
+    draws = torch.stack([torch.full((12,), 42), torch.arange(12)])
+    assert answers[0] == sample(rows, filters, draws)[0].tolist()
     assert answers[0] != rows.argmax(-1).tolist()
 
 
@@ -852,7 +853,10 @@ def test_an_empty_text_is_an_empty_prompt(tok):
 @pytest.mark.parametrize(
     "options, says",
     [
-        (dict(draft_tokens=2), "draft_tokens is 2"),
+        (dict(draft_tokens=8), "draft_tokens is 8; it must be 0 to 7"),
+        (dict(draft_tokens=True), "draft_tokens is True"),
+        (dict(draft="oracle"), "draft is 'oracle'; give"),
+        (dict(draft="mtp"), "this checkpoint has no MTP layer"),
         (dict(kernels="triton"), "triton.*cannot run here.*torch"),
         (dict(kernels="nonsense"), "nonsense"),
         (dict(num_pages=0), "num_pages is 0; it must be at least 1"),

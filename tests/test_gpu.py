@@ -8,11 +8,11 @@ import torch
 from helpers import CASES, DATA, case, rel
 
 import kernels as registry
-from cache import GREEDY as LIKELIEST
 from cache import Chunk, PagePool, Step
 from engine import TINY, Engine, SamplingParams, Snapshots
 from model import K3, K3Config
 from runner import Runner
+from sampling import Choice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -185,7 +185,7 @@ def test_a_replay_follows_its_page_ids():
     for order in ([0, 1, 2, 3, 4], [3, 1, 4, 0, 2]):
         pool.slabs.copy_(start)
         with torch.inference_mode():
-            step = Step.decode([chunks[i] for i in order], ids[order], [LIKELIEST] * 5)
+            step = Step.decode([chunks[i] for i in order], ids[order], [Choice()] * 5)
             hidden, _, tokens, _ = runner.graph(step)(step)
         back = np.argsort(order)
         results.append((hidden[back].clone(), tokens[back].clone(), pool.slabs.clone()))

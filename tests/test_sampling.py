@@ -12,7 +12,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import sampling
-from sampling import SamplingParams, distribution, logprobs, uniform
+from sampling import SORTED, WARM, Choice, SamplingParams, log_probs, logprobs, uniform
 
 INF, NAN = float("inf"), float("nan")
 LOGITS = [1.0, 3.0, 2.0, 3.0, -1.0, 0.5, 2.5, -4.0]
@@ -33,17 +33,36 @@ def brute(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def ours(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """[(id, probability)] of the tokens that `distribution` keeps, and the order of all ids."""
-    filters = (temperature, top_k or len(logits), top_p, min_p)
-    probs, ids = distribution(torch.tensor([logits]), *(torch.tensor([f], dtype=torch.float64) for f in filters))
-    assert abs(probs.sum().item() - 1) < 1e-12
-    return [(i, p) for i, p in zip(ids[0].tolist(), probs[0].tolist()) if p > 0], ids[0].tolist()
+    """[(id, probability)] of the tokens that are kept, likeliest first, ties by id."""
+    filters = torch.tensor([[temperature], [top_k], [top_p], [min_p]], dtype=torch.float64)
+    probs = log_probs(torch.tensor([logits]), filters, SORTED).softmax(-1)
+    values, ids = probs[0].sort(descending=True, stable=True)
+    return [(i, p) for i, p in zip(ids.tolist(), values.tolist()) if p > 0]
 
 
-def sample(logits, params, draws):
-    """`sampling.sample` with filters as the engine makes them, but for the draws."""
-    rows = [(*sampling.filter_row(p, 0, 0, logits.shape[-1])[:4], u) for p, u in zip(params, draws)]
-    return sampling.sample(logits, torch.tensor(rows, dtype=torch.float64).T)
+def sample(logits, params, seeds, position=0):
+    """`sampling.sample` of rows [R, V] as the engine calls it."""
+    filters = torch.tensor([(p.temperature, p.top_k, p.top_p, p.min_p) for p in params], dtype=torch.float64).T
+    kind = max(Choice(tuple(row)).kind for row in filters.T.tolist())
+    seeds = torch.as_tensor(seeds)
+    return sampling.sample(logits, filters, torch.stack([seeds, torch.full_like(seeds, position)]), kind)
+
+
+MASK = (1 << 64) - 1
+
+
+def scrambled(z):
+    """SplitMix64's finalizer on integers of any size."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def noise(seed, position, i):
+    """Gumbel noise of one id, by the words of `sampling`."""
+    key = scrambled((scrambled(seed & MASK) + position * 0x9E3779B97F4A7C15) & MASK)
+    u = ((scrambled((key + i * 0x9E3779B97F4A7C15) & MASK) >> 12) + 0.5) / (1 << 52)
+    return -math.log(-math.log(u))
 
 
 def chi_square(counts, expected):
@@ -70,10 +89,8 @@ def chi_square(counts, expected):
 def test_distribution_is_what_the_words_say(logits, **filters):
     wanted, cuts = brute(logits, **filters)
     assume(all(abs(c) > 1e-9 for c in cuts))  # on a cut, rounding decides
-    got, order = ours(logits, **filters)
-    assert [i for i, _ in got] == [i for i, _ in wanted]
-    assert [p for _, p in got] == pytest.approx([p for _, p in wanted], rel=1e-9)
-    assert order == sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    got = ours(logits, **filters)
+    assert dict(got) == pytest.approx(dict(wanted), rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -92,23 +109,23 @@ def test_distribution_is_what_the_words_say(logits, **filters):
 )
 def test_ties(filters, kept):
     logits = [-100.0, 2, 2, -100, -100, 2, 2]
-    assert [i for i, p in ours(logits, **filters)[0] if p > 1e-30] == kept
+    assert [i for i, p in ours(logits, **filters) if p > 1e-30] == kept
 
 
 @pytest.mark.parametrize("n", [3, 7, 10, 16, 30, 39])
 def test_top_p_at_an_exact_boundary(n):
     """j of n equal tokens make up j/n: no more are needed, however the sum was rounded."""
     for j in range(1, n):
-        assert len(ours([1.7] * n, top_p=j / n)[0]) == j
-    assert len(ours([1.7] * n + [-60.0], top_p=1.0)[0]) == n + 1, "1 keeps everything"
+        assert len(ours([1.7] * n, top_p=j / n)) == j
+    assert len(ours([1.7] * n + [-60.0], top_p=1.0)) == n + 1, "1 keeps everything"
 
 
 def test_rows_have_their_own_filters():
-    settings = [(1.0, 8, 1.0, 0.0), (0.5, 2, 1.0, 0.0), (2.0, 8, 0.5, 0.0), (1.0, 8, 1.0, 0.3)]
+    settings = [(1.0, 8, 1.0, 0.0), (0.5, 2, 1.0, 0.0), (2.0, 0, 0.5, 0.0), (1.0, 8, 1.0, 0.3)]
     logits = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    probs, ids = distribution(logits, *torch.tensor(settings, dtype=torch.float64).T)
-    for row, p, i, filters in zip(logits.tolist(), probs.tolist(), ids.tolist(), settings):
-        assert dict(x for x in zip(i, p) if x[1] > 0) == pytest.approx(dict(brute(row, *filters)[0]))
+    probs = log_probs(logits, torch.tensor(settings, dtype=torch.float64).T, SORTED).softmax(-1)
+    for row, p, filters in zip(logits.tolist(), probs.tolist(), settings):
+        assert {i: x for i, x in enumerate(p) if x > 0} == pytest.approx(dict(brute(row, *filters)[0]))
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-310, 5e-324, 1e-3, 1e300])
@@ -116,8 +133,8 @@ def test_extreme_temperatures(temperature):
     """Very cold is greedy, very hot is even; neither is a NaN."""
     params = SamplingParams(temperature=temperature)
     logits = torch.tensor([[1.0, 5.0, -3.0, 4.0]])
-    got = [sample(logits, [params], [u])[0].item() for u in (0.1, 0.3, 0.6, 0.9)]
-    assert got == [1, 1, 1, 1] if temperature < 1 else sorted(got) == [0, 1, 2, 3]
+    got = [sample(logits, [params], [seed])[0].item() for seed in range(20)]
+    assert set(got) == ({1} if temperature < 1 else {0, 1, 2, 3})
 
 
 # ---------------------------------------------------------------- draws
@@ -129,31 +146,39 @@ def test_extreme_temperatures(temperature):
 def test_frequencies(filters):
     n = 8000
     params = SamplingParams(**{"temperature": 1.0, **filters})
-    draws = [uniform(12345, i) for i in range(n)]
-    counts = Counter(sample(torch.tensor(LOGITS).expand(n, -1), [params] * n, draws)[0].tolist())
+    counts = Counter(sample(torch.tensor(LOGITS).expand(n, -1), [params] * n, range(n))[0].tolist())
     expected = {i: n * p for i, p in brute(LOGITS, **filters)[0]}
     assert counts.keys() <= expected.keys(), "a token that was cut was drawn"
     statistic, limit = chi_square(counts, expected)
     assert statistic < limit
 
 
-@given(st.floats(0, 1, exclude_min=True), st.integers(0, 8), st.floats(0.1, 1), st.floats(0, 0.5))
-@example(1.0, 3, 1.0, 0.0)  # rounding must not step past the kept tokens
-@example(1.0, 0, 1.0, 0.0)
+@given(
+    st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, 1 << 20), st.integers(0, 8), st.floats(0.1, 1),
+    st.floats(0, 0.5), st.floats(0.1, 4),
+)  # fmt: skip
 @settings(deadline=None)
-def test_a_draw_is_where_the_cumulative_distribution_passes_it(u, top_k, top_p, min_p):
-    filters = dict(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+def test_a_draw_is_the_largest_sum_of_log_probability_and_noise(seed, position, top_k, top_p, min_p, temperature):
+    filters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     kept, cuts = brute(LOGITS, **filters)
-    passed = list(itertools.accumulate(p for _, p in kept))
-    assume(all(abs(c) > 1e-9 for c in cuts) and all(abs(u - p) > 1e-9 for p in passed[:-1]))
-    wanted = next((i for (i, _), p in zip(kept, passed) if p > u), kept[-1][0])
-    assert sample(torch.tensor([LOGITS]), [SamplingParams(**filters)], [u])[0].item() == wanted
+    scores = sorted((math.log(p) + noise(seed, position, i), i) for i, p in kept)
+    assume(all(abs(c) > 1e-9 for c in cuts) and (len(scores) == 1 or scores[-1][0] - scores[-2][0] > 1e-9))
+    assert sample(torch.tensor([LOGITS]), [SamplingParams(**filters)], [seed], position)[0].item() == scores[-1][1]
+
+
+def test_without_top_k_and_top_p_nothing_is_sorted():
+    """And that is the same choice."""
+    logits, n = torch.randn(200, 90, generator=torch.Generator().manual_seed(0)), 200
+    filters = torch.tensor([[0.7, 0, 1.0, 0.02]] * n, dtype=torch.float64).T
+    draws = torch.stack([torch.arange(n), torch.arange(n) % 7])
+    both = [sampling.sample(logits, filters, draws, kind)[0] for kind in (WARM, SORTED)]
+    assert torch.equal(*both) and not torch.equal(both[0], logits.argmax(-1))
 
 
 def test_temperature_0_is_argmax_and_rows_do_not_touch():
     logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
     params = [SamplingParams(temperature=i % 4 * 0.5, top_k=i % 3 * 5, top_p=1 - i % 5 / 10) for i in range(40)]
-    draws = [uniform(i, 0) for i in range(40)]
+    draws = list(range(40))
     together = sample(logits, params, draws)[0]
     alone = torch.cat([sample(logits[i : i + 1], params[i : i + 1], draws[i : i + 1])[0] for i in range(40)])
     assert torch.equal(together, alone)
@@ -167,38 +192,43 @@ def test_sampling_warns_of_nothing():
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            sample(torch.randn(3, 9), [SamplingParams(temperature=1.0, seed=1)] * 3, [0.1, 0.5, 0.9])
+            sample(torch.randn(3, 9), [SamplingParams(temperature=1.0, seed=1)] * 3, [1, 2, 3])
     finally:
         torch.set_warn_always(False)
 
 
 def test_top_k_1_is_greedy():
     logits = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
-    params, draws = SamplingParams(temperature=5.0, top_k=1), [uniform(3, i) for i in range(20)]
-    assert torch.equal(sample(logits, [params] * 20, draws)[0], logits.argmax(-1))
+    params = SamplingParams(temperature=5.0, top_k=1)
+    assert torch.equal(sample(logits, [params] * 20, range(20))[0], logits.argmax(-1))
 
 
 @pytest.mark.parametrize(
     "pair",
     [
-        lambda i: ((7, 2 * i), (7, 2 * i + 1)),  # neighbours in one answer
-        lambda i: ((2 * i, 0), (2 * i + 1, 0)),  # first tokens of neighbouring seeds
-        lambda i: ((i, 5), (i + 1, 4)),
-        lambda i: ((i, 0), (-i - 1, 0)),
-        lambda i: (((1 << 62) + i, i), ((1 << 62) + i, i + 1)),
+        lambda i: ((7, 2 * i, 3), (7, 2 * i + 1, 3)),  # neighbours in one answer
+        lambda i: ((2 * i, 0, 3), (2 * i + 1, 0, 3)),  # first tokens of neighbouring seeds
+        lambda i: ((7, i, 4), (7, i, 5)),  # neighbouring ids
+        lambda i: ((i, 5, 0), (i + 1, 4, 0)),
+        lambda i: ((7, i, 5), (7, i + 1, 4)),
+        lambda i: ((i, 0, 1), (-i - 1, 0, 1)),
+        lambda i: (((1 << 62) + i, i, 2), ((1 << 62) + i, i + 1, 2)),
     ],
 )
 def test_draws_are_independent(pair):
     n, bins = 20000, 8
-    counts = Counter(tuple(int(uniform(*at) * bins) for at in pair(i)) for i in range(n))
+    ends = zip(*(pair(i) for i in range(n)))
+    draws = [uniform(*torch.tensor(end).T[:2], 6)[range(n), [at[2] for at in end]] for end in ends]
+    counts = Counter(zip(*((x * bins).long().tolist() for x in draws)))
     statistic, limit = chi_square(counts, {cell: n / bins**2 for cell in itertools.product(range(bins), repeat=2)})
     assert statistic < limit
 
 
-def test_uniform_depends_on_its_arguments_alone_and_stays_inside():
-    assert uniform(1, 2) == uniform(1, 2) == uniform(1 + (1 << 64), 2)
-    assert len({uniform(seed, position) for seed in range(-100, 100) for position in range(100)}) == 20000
-    assert 0 < uniform(2680405707206929691, 0) < 1  # the seed whose 53 bits are all ones
+def test_uniform_stays_inside():
+    u = uniform(torch.arange(-100, 100).repeat_interleave(10), torch.arange(10).repeat(200), 10)
+    assert u.unique().numel() == 20000 and 0 < u.min() and u.max() < 1
+    least, most = 0.5 / (1 << 52), ((1 << 52) - 0.5) / (1 << 52)
+    assert 0 < least and most < 1 and all(math.isfinite(math.log(-math.log(x))) for x in (least, most))
 
 
 # ---------------------------------------------------------------- log-probabilities

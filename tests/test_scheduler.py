@@ -437,13 +437,13 @@ def test_a_prompt_is_checked_at_once(form, monkeypatch):
 class Stand:
     """In place of a captured graph, on a CPU. No memory for 4 sequences and more."""
 
-    def __init__(self, model, pool, B, W, sampled, memory):
+    def __init__(self, runner, B, W, drafts, kind):
         if B >= 4:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words.")
-        self.model, self.pool = model, pool
+        self.runner = runner
 
     def __call__(self, step):
-        return runner.Runner(self.model, self.pool, False).forward(step)
+        return self.runner.forward(step)
 
 
 @pytest.fixture
