@@ -258,6 +258,7 @@ class Part:
     dst: torch.Tensor  # [B, groups] int64: state pages written
     drafts: int = 0
     raw: torch.Tensor | None = None
+    first: int = 0  # positions below it are not seen: the draft layer has no row for position 0
 
     @property
     def decode(self):

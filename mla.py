@@ -59,14 +59,16 @@ def _by_head(x, W):
 
 def gather_rows(stored, part, first, last, T, scale, dtype):
     """The rows that sequences first..last of a part attend to, as stored: [B, L, r+p]; and what each of their T new
-    tokens sees, [B, T, L] bool. Beyond a sequence's end stands its own first row: no other's row is ever read.
+    tokens sees, [B, T, L] bool. Beyond a sequence's end, and below part.first, stands its own first row that is seen:
+    no other's row, and none that was not written, is ever read.
     """
-    past, P = part.past[first:last], part.page_size
+    past, P, start = part.past[first:last], part.page_size, part.first
     position = torch.arange(part.longest, device=past.device)
     at = part.table[first:last].long()[:, position // P] * P + position % P
-    at = torch.where(position < past[:, None] + T, at, at[:, :1])
+    there = (position >= start) & (position < past[:, None] + T)
+    at = torch.where(there, at, at[:, start : start + 1])
     new = past[:, None] + torch.arange(T, device=past.device)
-    return load_rows(stored, at, scale, dtype), position <= new[..., None]
+    return load_rows(stored, at, scale, dtype), (position >= start) & (position <= new[..., None])
 
 
 def load_rows(stored, at, scale, dtype):
@@ -112,7 +114,7 @@ def latent_write(kv, norm, eps, stored, slots, scale):
 def mla_decode(q, stored, rank, part, scale, row_scale):
     """Absorbed attention of T new tokens (the last of their sequences) over the latent rows in the pool.
 
-    q [B, T, h, r+p]: absorbed queries; stored [slots, r+p]: one slab; part: past, table; scale: of the scores;
+    q [B, T, h, r+p]: absorbed queries; stored [slots, r+p]: one slab; part: past, table, first; scale: of the scores;
     row_scale [r+p]: of FP8 rows, else None -> o [B, T, h, r], log-sum-exp of the scores [B, T, h] float32. In a
     sequence without pages (padding, table below 0) both are anything.
     """

@@ -243,16 +243,19 @@ void latent_write(const float *kv, I stride, const float *norm, float eps, float
 }
 
 // q [B, T, heads, rank + pe]; table [B, W]; scores [heads, longest]: scratch; o [B, T, heads, rank], lse [B, T, heads].
+// Rows below first are not seen: l counts from there.
 void mla_decode(const float *q, const float *stored, const int32_t *table, const int32_t *past, float scale,
-                float *scores, float *o, float *lse, I B, I T, I heads, I rank, I pe, I W, I page_size, I longest) {
+                float *scores, float *o, float *lse, I B, I T, I heads, I rank, I pe, I W, I page_size, I longest,
+                I first) {
     I width = rank + pe;
     for (I b = 0; b < B; b++)
         for (I t = 0; t < T; t++, q += heads * width, o += heads * rank, lse += heads) {
             const int32_t *pages = table + b * W;
-            I seen = pages[0] < 0 ? 0 : past[b] + t + 1;
+            I seen = pages[0] < 0 ? 0 : past[b] + t + 1 - first;
             memset(o, 0, heads * rank * sizeof(float));
             for (I l = 0; l < seen; l++) {
-                const float *row = stored + (pages[l / page_size] * page_size + l % page_size) * width;
+                I at = first + l;
+                const float *row = stored + (pages[at / page_size] * page_size + at % page_size) * width;
                 for (I h = 0; h < heads; h++) scores[h * longest + l] = scale * dot(q + h * width, row, width);
             }
             for (I h = 0; h < heads; h++) {
@@ -263,7 +266,8 @@ void mla_decode(const float *q, const float *stored, const int32_t *table, const
                 lse[h] = top - logf(last);  // the largest weight is exp(top - lse)
             }
             for (I l = 0; l < seen; l++) {
-                const float *row = stored + (pages[l / page_size] * page_size + l % page_size) * width;
+                I at = first + l;
+                const float *row = stored + (pages[at / page_size] * page_size + at % page_size) * width;
                 for (I h = 0; h < heads; h++)
                     for (I i = 0; i < rank; i++) o[h * rank + i] += scores[h * longest + l] * row[i];
             }

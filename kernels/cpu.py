@@ -294,6 +294,6 @@ def mla_decode(q, stored, rank, part, scale, row_scale):
     library().mla_decode(
         q.data_ptr(), stored.data_ptr(), part.table.data_ptr(), part.past.data_ptr(), scale, scores.data_ptr(),
         o.data_ptr(), lse.data_ptr(), B, T, heads, rank, width - rank, part.table.stride(0), part.page_size,
-        part.longest,
+        part.longest, part.first,
     )  # fmt: skip
     return o, lse

@@ -41,6 +41,7 @@ def _decode_kernel(
     PE: tl.constexpr,
     R: tl.constexpr,  # RANK and PE padded to powers of two
     E: tl.constexpr,
+    FIRST: tl.constexpr,  # rows below it are not seen, and may hold anything
     FP8: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -78,7 +79,10 @@ def _decode_kernel(
     for i in tl.range(first, last, num_stages=STAGES):
         start = i * BLOCK_N
         rows = stored + (page.to(tl.int64) * page_size + start % page_size + n)[:, None] * (RANK + PE)
-        there = (start + n < length)[:, None]
+        there = start + n < length
+        if FIRST:
+            there = there & (start + n >= FIRST)
+        there = there[:, None]
         k_c = tl.load(rows + c, mask=there & in_c, other=0.0)
         k_e = tl.load(rows + RANK + e, mask=there & in_e, other=0.0)
         page = tl.load(pages + tl.minimum(i + 1, last - 1) * BLOCK_N // page_size)  # the next tile's, ahead of its rows
@@ -93,6 +97,8 @@ def _decode_kernel(
             s = tl.dot(q_c, tl.trans(k_c), input_precision="ieee") * to_log2_c
             s += tl.dot(q_e, tl.trans(k_e), input_precision="ieee") * to_log2_e
             s = tl.where(start + n <= (seen + token)[:, None], s, float("-inf"))
+            if FIRST:
+                s = tl.where((start + n >= FIRST)[None, :], s, float("-inf"))
             top = tl.maximum(m, tl.max(s, 1))
             base = tl.where(top == float("-inf"), 0.0, top)  # of a row that sees nothing yet
             weight = tl.exp2(s - base[:, None])
@@ -157,6 +163,7 @@ def mla_decode(q, stored, rank, part, scale, row_scale, config=None, splits=None
         PE=pe,
         R=max(16, triton.next_power_of_2(rank)),
         E=max(16, triton.next_power_of_2(pe)),
+        FIRST=part.first,
         FP8=stored.dtype == FP8,
         BLOCK_H=block_h,
         BLOCK_N=block_n,

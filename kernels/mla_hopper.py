@@ -42,7 +42,7 @@ def _row_of(pages, PAGE: gl.constexpr, tile):
 
 
 @gluon.jit
-def _weigh(q_c, q_e, k_c, k_e, fades, totals, bars, lse, place, seen, length, first, last, scale):
+def _weigh(q_c, q_e, k_c, k_e, fades, totals, bars, lse, place, seen, length, first, last, scale, FIRST: gl.constexpr):
     """Four warps: the weights of each tile go to where its k_e was; and by how much the sums before it fade."""
     q_full, k_full, p_full, done = bars
     b, B, T, heads, at = place
@@ -64,6 +64,9 @@ def _weigh(q_c, q_e, k_c, k_e, fades, totals, bars, lse, place, seen, length, fi
         s = warpgroup_mma_wait(0, deps=[s])
         if start + BLOCK > seen + 1:  # not the whole tile is seen by all
             s = gl.where((start + n)[None, :] <= (seen + token)[:, None], s, float("-inf"))
+        if FIRST:
+            if start < FIRST:
+                s = gl.where((start + n >= FIRST)[None, :], s, float("-inf"))
         top = gl.maximum(m, gl.max(s, 1))
         base = gl.where(top == float("-inf"), 0.0, top) * to_log2  # of a pair that sees nothing yet
         fade = gl.exp2(m * to_log2 - base)
@@ -72,9 +75,15 @@ def _weigh(q_c, q_e, k_c, k_e, fades, totals, bars, lse, place, seen, length, fi
         m = top
         fades.index(slot).store(fade)
         e.store(weight.to(e.dtype))
-        if start + BLOCK > length:  # rows that are not there hold anything, and 0 * NaN is NaN
+        edge = start + BLOCK > length
+        if FIRST:
+            edge = edge | (start < FIRST)
+        if edge:  # rows that are not there hold anything, and 0 * NaN is NaN
             blocked: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            there = start + gl.arange(0, BLOCK, gl.SliceLayout(1, blocked)) < length
+            position = start + gl.arange(0, BLOCK, gl.SliceLayout(1, blocked))
+            there = position < length
+            if FIRST:
+                there = there & (position >= FIRST)
             for j in gl.static_range(RANK // 64):
                 part = c.slice(64 * j, 64, dim=1)
                 part.store(gl.where(there[:, None], part.load(blocked), 0.0).to(e.dtype))
@@ -130,6 +139,7 @@ def _decode_kernel(
     heads,
     W,
     PAGE: gl.constexpr,
+    FIRST: gl.constexpr,  # rows below it are not seen, and may hold anything
 ):
     tile, split, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     splits, B, at = gl.num_programs(1), gl.num_programs(2), tile * BLOCK
@@ -172,7 +182,7 @@ def _decode_kernel(
     place = b, B, T, heads, at
     values = c_desc, e_desc, k_c, k_e, fades, totals, (k_full, p_full, done), o, place, first, last, pages, PAGE
     bars = q_full, k_full, p_full, done
-    weights = q_c, q_e, k_c, k_e, fades, totals, bars, lse, place, seen, length, first, last, scale
+    weights = q_c, q_e, k_c, k_e, fades, totals, bars, lse, place, seen, length, first, last, scale, FIRST
     gl.warp_specialize([(_add_values, values), (_weigh, weights)], [4], [168])  # 168 registers a thread: all there are
 
 
@@ -218,6 +228,7 @@ def mla_decode(q, stored, rank, part, scale, row_scale, splits=None):
             heads,
             part.table.stride(0),
             part.page_size,
+            part.first,
             num_warps=8,
             maxnreg=168,
         )

@@ -136,7 +136,8 @@ def plan(part, block_m):
     """-> [(at [L] int64: where in a slab the rows of a pass lie; tiles [t, 6] int32)], whether any text is cut.
 
     A tile: first row of q, rows, position of the first; first and end of its text's keys in this pass, and the row of
-    the pass that holds the first. Pieces that follow one another are one text. Made once for all layers.
+    the pass that holds the first. Pieces that follow one another are one text. Positions count from part.first: what
+    lies below it is never gathered. Made once for all layers.
     """
     plans = vars(part).setdefault("mla_prefill_plans", {})
     if (block_m, PASS_ROWS) in plans:
@@ -146,7 +147,7 @@ def plan(part, block_m):
         if part.follows[i]:
             texts[-1][1:] = texts[-1][1] + length, texts[-1][2], i
         else:
-            texts.append([row, length, past, i])
+            texts.append([row, length, past - part.first, i])
         row += length
 
     passes, space = [([], [])], PASS_ROWS
@@ -174,8 +175,8 @@ def plan(part, block_m):
 
 
 def slots(part, i, start, end):
-    """Where in a slab the rows start..end of sequence i lie: [end - start] int64."""
-    position = torch.arange(start, end, device=part.table.device)
+    """Where in a slab the rows start..end of sequence i lie, counted from part.first: [end - start] int64."""
+    position = part.first + torch.arange(start, end, device=part.table.device)
     return part.table[i].long()[position // part.page_size] * part.page_size + position % part.page_size
 
 
@@ -259,6 +260,7 @@ def mla_prefill_cudnn(q, W_kvb, stored, part, scale, row_scale):
         return o[0].transpose(0, 1), lse.view(h, -1).T[..., None]
 
     for i, (length, past) in enumerate(zip(part.lengths, part.pasts)):
+        past -= part.first
         for t in range(0, length, size):  # more new tokens than the workspace holds: the earlier ones are past
             count, o = min(size, length - t), None
             queries = q[first + t : first + t + count]

@@ -147,20 +147,21 @@ def test_latent_write():
     assert rel(stored[[7, 0, 3]], want[[7, 0, 3]]) < LIMIT and stored[[1, 2, 4, 5, 6, 8]].isnan().all()
 
 
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("T", [1, 3])
-def test_mla_decode(T):
-    """Histories of several pages in any order; rows that are nobody's hold NaN."""
-    P, past, rank, pe, h = 128, torch.tensor([0, 140, 300], dtype=torch.int32), 32, 16, 3
+def test_mla_decode(T, first):
+    """Histories of several pages in any order; rows that are nobody's, or below the first, hold NaN."""
+    P, past, rank, pe, h = 128, torch.tensor([first, 140, 300], dtype=torch.int32), 32, 16, 3
     order = torch.randperm(9).int()
     table, stored = order.view(3, 3), torch.full((9 * P, rank + pe), torch.nan)
-    at = [(row[:, None].long() * P + torch.arange(P)).flatten()[: n + T] for row, n in zip(table, past.tolist())]
+    at = [(row[:, None].long() * P + torch.arange(P)).flatten()[first : n + T] for row, n in zip(table, past.tolist())]
     for rows in at:
         stored[rows] = rand(len(rows), rank + pe)
-    part = Part(slice(0, 3 * T), [T] * 3, past.tolist(), [False] * 3, 300 + T, P, past, table, None, None)
+    part = Part(slice(0, 3 * T), [T] * 3, past.tolist(), [False] * 3, 300 + T, P, past, table, None, None, first)
     q = rand(3, T, h, rank + pe)
     o, lse = run(mla_decode, q, stored, rank, part, 0.1, None)
     for b, rows in enumerate(at):
-        seen = torch.arange(len(rows)) <= past[b] + torch.arange(T)[:, None]
+        seen = first + torch.arange(len(rows)) <= past[b] + torch.arange(T)[:, None]
         want = attend_rows(q[b : b + 1].double(), stored[rows][None].double(), seen[None], rank, 0.1)
         assert rel(o[b : b + 1], want[0]) < LIMIT and rel(lse[b : b + 1], want[1]) < LIMIT
 

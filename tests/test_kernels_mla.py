@@ -20,9 +20,9 @@ LIMIT = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 6e-3}
 DECODE = {"triton": triton_mla.mla_decode, "gluon": mla_hopper.mla_decode}
 
 
-def history(past, T, width, dtype, P=P, pages=None, seed=0):
+def history(past, T, width, dtype, P=P, pages=None, first=0, seed=0):
     """A slab with one sequence of past[b] + T rows for each b (None: padding), its pages in any order, everything else
-    NaN -> slab, part, the rows of each sequence.
+    and what lies below first NaN -> slab, part, the rows of each sequence.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = [0 if n is None else n + T for n in past]
@@ -38,7 +38,9 @@ def history(past, T, width, dtype, P=P, pages=None, seed=0):
     rows = []
     for pages_of, n in zip(table.long(), lengths):
         at = torch.arange(n)
-        x = torch.randn(n, width, generator=generator).to(dtype).to(DEVICE)
+        x = torch.randn(n, width, generator=generator)
+        x[:first] = torch.nan
+        x = x.to(dtype).to(DEVICE)
         bytes_of(slab)[(pages_of[at // P] * P + at % P).to(DEVICE)] = bytes_of(x)
         rows.append(x)
     given = [77 if n is None else n for n in past]
@@ -47,6 +49,7 @@ def history(past, T, width, dtype, P=P, pages=None, seed=0):
         table=table.to(DEVICE),
         longest=max(max(lengths), 1),
         page_size=P,
+        first=first,
     )
     return slab, part, rows
 
@@ -80,8 +83,9 @@ def check(past, T, heads, rank, pe, dtype, latents=None, backend="triton", **how
         if n is None:
             assert (o[b] == 0).all() and (lse[b] == -torch.inf).all()
             continue
-        seen = torch.arange(n + T, device=DEVICE) <= n + torch.arange(T, device=DEVICE)[:, None]
-        wide = rows[b].double() * (1 if row_scale is None else row_scale.double())
+        position = torch.arange(part.first, n + T, device=DEVICE)
+        seen = position <= n + torch.arange(T, device=DEVICE)[:, None]
+        wide = rows[b][part.first :].double() * (1 if row_scale is None else row_scale.double())
         want, want_lse = attend_rows(q[b : b + 1].double(), wide[None], seen[None], rank, scale)
         assert rel(o[b : b + 1], want) < LIMIT[dtype], (b, n)
         assert (lse[b : b + 1] - want_lse).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2), (b, n)
@@ -131,6 +135,17 @@ def test_tile_of_the_gpu(latents):
 @interpreted
 def test_fp8_under_float32_queries():
     check([17, 130], 1, 2, 32, 16, torch.float32, FP8)
+
+
+@interpreted
+@pytest.mark.parametrize("T", [1, 4])
+def test_a_row_below_the_first_is_not_seen(T):
+    """It holds NaN. In one share and in more than there are tiles, in each plan there is."""
+    past = [1, 2, None, P, 200]
+    for splits in (1, 20):
+        check(past, T, 3, 16, 16, torch.float32, config=(16, 16, 4, 1, False), splits=splits, first=1)
+    for latents in (None, FP8):
+        check(past, T, 3, 16, 16, torch.bfloat16, latents, config=(64, 64, 8, 2, True), splits=3, first=1)
 
 
 @interpreted
@@ -241,6 +256,14 @@ class TestGPU:
     def test_a_long_history(self, heads, backend, latents):
         check([131_071, 5], 1, heads, 512, 64, torch.bfloat16, latents, backend, P=1536)
 
+    @pytest.mark.parametrize("heads", [3, 96])
+    @pytest.mark.parametrize("T", [1, 4, 8])
+    @pytest.mark.parametrize("backend, latents", [*EACH, ("triton", torch.float32)])
+    def test_a_row_below_the_first_is_not_seen(self, T, heads, backend, latents):
+        dtype = torch.bfloat16 if latents == FP8 else latents
+        past = [1, 2, None, 15, 16, 62, 63, 64, 127, 128, 300, 20_000]
+        check(past, T, heads, 512, 64, dtype, latents, backend, first=1)
+
     @pytest.mark.large
     @pytest.mark.parametrize("backend, latents", EACH)
     def test_a_slab_past_int32(self, backend, latents):
@@ -333,8 +356,12 @@ def compile_for(target, kernel, signature, constants, num_warps, num_stages):
 
 @compiles
 @pytest.mark.parametrize("target, memory", [("sm_90", 232448), ("gfx950", 160 * 1024)])
-@pytest.mark.parametrize("rows, latents", [(96, "bf16"), (96, "fp8e4nv"), (12, "bf16"), (12, "fp32")])
-def test_decode_compiles(rows, latents, target, memory, monkeypatch):
+@pytest.mark.parametrize(
+    "rows, latents, first",
+    [(96, "bf16", 0), (96, "fp8e4nv", 1), (12, "bf16", 1), (12, "fp32", 0)]
+    + [slow(96, "bf16", 1), slow(96, "fp8e4nv", 0), slow(12, "bf16", 0), slow(12, "fp32", 1)],
+)
+def test_decode_compiles(rows, latents, first, target, memory, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None if target == "sm_90" else "7")
     wide, dtype = ("*fp32", torch.float32) if latents == "fp32" else ("*bf16", torch.bfloat16)
     fp8 = latents == "fp8e4nv"
@@ -342,8 +369,8 @@ def test_decode_compiles(rows, latents, target, memory, monkeypatch):
     signature = dict(q=wide, stored=f"*{latents}", table="*i32", past="*i32", o="*fp32", lse="*fp32", scale="fp32")
     signature |= dict(T="i32", heads="i32", W="i32", page_size="i32")
     signature |= dict(row_scale=wide) if fp8 else {}
-    constants = dict(RANK=512, PE=64, R=512, E=64, FP8=fp8, BLOCK_H=block_h, BLOCK_N=block_n, STAGES=num_stages)
-    constants |= dict(FORKED=forked) | ({} if fp8 else dict(row_scale=None))
+    constants = dict(RANK=512, PE=64, R=512, E=64, FIRST=first, FP8=fp8, BLOCK_H=block_h, BLOCK_N=block_n)
+    constants |= dict(STAGES=num_stages, FORKED=forked) | ({} if fp8 else dict(row_scale=None))
     built = compile_for(target, triton_mla._decode_kernel, signature, constants, num_warps, num_stages)
     assert built.metadata.shared <= memory
     if target == "sm_90" and rows > 16:
@@ -351,8 +378,8 @@ def test_decode_compiles(rows, latents, target, memory, monkeypatch):
 
 
 @compiles
-@pytest.mark.parametrize("ids", ["*i64", slow("*i32")])  # in graphs; eagerly
-def test_decode_on_hopper_compiles(ids):
+@pytest.mark.parametrize("ids, first", [("*i64", 0), ("*i64", 1), slow("*i32", 0)])  # in graphs; eagerly
+def test_decode_on_hopper_compiles(ids, first):
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -362,8 +389,9 @@ def test_decode_on_hopper_compiles(ids):
         layout = gl.NVMMASharedLayout.get_default_for([64, width], gl.bfloat16)
         signature[name] = f"tensordesc<bf16[64, {width}],{layout!r}>"
     signature |= dict(table=ids, past=ids, o="*fp32", lse="*fp32", scale="fp32", T="i32", heads="i32", W="i32")
-    signature |= dict(PAGE="constexpr")
-    source = GluonASTSource(fn=mla_hopper._decode_kernel, signature=signature, constexprs=dict(PAGE=1536))
+    constants = dict(PAGE=1536, FIRST=first)
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = GluonASTSource(fn=mla_hopper._decode_kernel, signature=signature, constexprs=constants)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8, maxnreg=168))
     assert built.metadata.shared <= 232448
     assert "wgmma" in built.asm["ptx"] and "cp.async.bulk.tensor" in built.asm["ptx"]

@@ -18,8 +18,10 @@ REAL = dict(h=4, n=128, p=64, v=128, r=512)
 P = 8
 
 
-def case(lengths, pasts, dtype=torch.float32, h=3, n=16, p=8, v=12, r=24, page=P, follows=None, fp8=False, seed=0):
-    """-> arguments of mla_prefill; pages are permuted, and what no sequence owns is NaN."""
+def case(
+    lengths, pasts, dtype=torch.float32, h=3, n=16, p=8, v=12, r=24, page=P, follows=None, fp8=False, seed=0, first=0
+):
+    """-> arguments of mla_prefill; pages are permuted, and what no sequence owns or lies below first is NaN."""
     g = torch.Generator().manual_seed(seed)
     follows = follows or [False] * len(lengths)
     ends = [a + b for a, b in zip(lengths, pasts)]
@@ -33,6 +35,7 @@ def case(lengths, pasts, dtype=torch.float32, h=3, n=16, p=8, v=12, r=24, page=P
             own, at = ids[at : at + counts[i]], at + counts[i]
             rows = torch.full((counts[i] * page, r + p), torch.nan)
             rows[: ends[i]] = torch.randn(ends[i], r + p, generator=g)
+            rows[:first] = torch.nan
             stored[own.long()] = rows.unflatten(0, (-1, page))
         table[i, : len(own)] = own  # a piece with another behind it is of the same text
     stored = stored.flatten(0, 1).to(FP8 if fp8 else dtype).to(DEVICE)
@@ -42,7 +45,7 @@ def case(lengths, pasts, dtype=torch.float32, h=3, n=16, p=8, v=12, r=24, page=P
     past = torch.tensor(pasts, dtype=torch.int32, device=DEVICE)
     nowhere = torch.zeros(len(lengths), 1, dtype=torch.int64)
     rows = slice(0, sum(lengths))
-    part = Part(rows, lengths, pasts, follows, max(ends), page, past, table.to(DEVICE), nowhere, nowhere)
+    part = Part(rows, lengths, pasts, follows, max(ends), page, past, table.to(DEVICE), nowhere, nowhere, first)
     return q, W, stored, part, (n + p) ** -0.5, row_scale
 
 
@@ -110,10 +113,18 @@ def test_fp8_rows(small, dtype):
 
 
 @interpreted
-def test_pieces_of_one_text(small):
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_row_below_the_first_is_not_seen(small, fp8):
+    """It holds NaN."""
+    check(*case([2, 15, 17, 1], [1, 2, P, 70], fp8=fp8, first=1))
+
+
+@interpreted
+@pytest.mark.parametrize("first", [0, 1])
+def test_pieces_of_one_text(small, first):
     """Sequences that follow one another give what the whole text gives, to the bit."""
-    pieces = case([10, 23, 4, 7], [5, 15, 38, 0], follows=[False, True, True, False])
-    whole = case([37, 7], [5, 0])
+    pieces = case([10, 23, 4, 7], [5, 15, 38, first], follows=[False, True, True, False], first=first)
+    whole = case([37, 7], [5, first], first=first)
     assert torch.equal(check(*pieces), run(*whole))
     (_, tiles), *_ = vars(pieces[3])["mla_prefill_plans"][16, 32][0]
     assert tiles[:, 1].max() == 16
@@ -178,6 +189,12 @@ class TestOnGPU:
             pytest.skip("cuDNN attends in half precision")
         lengths = [1, 2, 15, 16, 17, 63, 64, 65, 300] if past < 1000 else [65, 300]
         check(*case(lengths, [past] * len(lengths), dtype, page=128, **REAL), backend=backend)
+
+    @pytest.mark.parametrize("backend", ["triton", "cudnn"])
+    @pytest.mark.parametrize("fp8", [False, True])
+    def test_a_row_below_the_first_is_not_seen(self, backend, fp8):
+        lengths, pasts = [1, 4, 17, 64, 65, 300, 200], [1, 2, 1, 128, 127, 1, 20000]
+        check(*case(lengths, pasts, torch.bfloat16, page=128, fp8=fp8, first=1, **REAL), backend=backend)
 
     @pytest.mark.parametrize("fp8", [False, True])
     def test_repeats_bit_equal(self, fp8):

@@ -5,8 +5,8 @@ import pytest
 import torch
 from helpers import norm64, perturb, published64, rel, tiny_config
 
-from cache import Batch, Chunk, PagePool
-from mla import MLA, mla_absorbed, mla_expanded
+from cache import Batch, Chunk, PagePool, Part
+from mla import ABSORB, MLA, absorb_query, absorb_value, mla_absorbed, mla_decode, mla_expanded, mla_prefill
 
 SIZES = dict(h=3, n=16, p=8, r=24, v=12)
 
@@ -66,6 +66,29 @@ def test_no_mask(T):
 def test_expanded_is_absorbed(dtype, limit, sizes):
     args, mask = inputs(2, 6, 40, dtype, **sizes), ragged(2, 6, 40)
     assert rel(mla_expanded(*args, mask, 0.1), mla_absorbed(*args, mask, 0.1)) < limit
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("T", [1, 4, ABSORB + 1])
+def test_pages(T, first):
+    """Histories in pages in any order; NaN stands beyond their ends and below the first position that is seen."""
+    P, pasts = 8, [first, 2, 8, 30]
+    q, rows, W = inputs(4, T, 48, torch.float64, **SIZES)
+    past, position = torch.tensor(pasts), torch.arange(48)
+    rows[(position < first) | (position >= past[:, None] + T)] = torch.nan
+    table = torch.randperm(4 * 48 // P).view(4, -1)
+    stored = rows.new_empty(table.numel(), P, rows.shape[-1])
+    stored[table] = rows.unflatten(1, (-1, P))
+    lengths, tensors = [T] * 4, (past, table, None, None)
+    part = Part(slice(0, 4 * T), lengths, pasts, [False] * 4, 30 + T, P, *tensors, first=first)
+    ends = past[:, None, None] + torch.arange(T)[:, None]
+    want = attend(q, rows, W, (position >= first) & (position <= ends), 0.2)
+    stored = stored.flatten(0, 1)
+    got = mla_prefill(q.flatten(0, 1), W, stored, part, 0.2, None)
+    assert rel(got, want.flatten(0, 1)) < 1e-12
+    absorbed = absorb_query(q, W, SIZES["p"])
+    o, _ = mla_decode(absorbed, stored, SIZES["r"], part, 0.2, None)
+    assert rel(absorb_value(o, W, SIZES["v"]), want) < 1e-12
 
 
 def formula(x, W, cfg, q_eps=1e-6, kv_eps=1e-6):
