@@ -42,7 +42,7 @@ def _arguments():
     flag("host-pages", "N", "pages of host memory for what was evicted (default %(default)s)", int, default=0)
     flag("max-batch", "N", "prompts that run at once (default %(default)s)", int, default=64)
     flag("prefill-chunk", "N", "prompt tokens read per step (default: 512 on a CPU, 8192 on a GPU)", int)
-    text = "draft tokens and verify them together: mtp, the checkpoint's layer, or lookup, what the text has said before"
+    text = "draft tokens, verified together: mtp, the checkpoint's layer, or lookup, what the text has said before"
     flag("draft", None, text, choices=("mtp", "lookup"))
     count = lambda word: word if word == "auto" else int(word)
     text = "drafts a cycle, 0 to 7 or auto (default: auto with --draft, else 0); the text stays the same"
@@ -131,10 +131,10 @@ def _print_stats(engine, first):
     for kind in ("prompt", "decode"):
         say(f"{kind:<9} {stats[f'{kind}_tokens']:>8} tokens {stats[f'{kind}_tokens_per_s']:>10.1f} tokens/s")
     if stats["draft"]:
-        say(f"drafts        {stats['draft']}, {stats['draft_tokens']} a cycle: {stats['tokens_per_cycle']:.2f} tokens a cycle")
+        say(f"drafts        {stats['draft']}, {stats['draft_tokens']}; {stats['tokens_per_cycle']:.2f} tokens a cycle")
         kept = ", ".join(f"{share:.0%}" for share in stats["acceptance"])
         say(f"  right       {stats['drafts_kept']} of {stats['drafted']}; by position {kept or 'none'}")
-        say(f"  cycles      {stats['depths']}")
+        say(f"  steps       {'; '.join(f'{m} drafts: {took}' for m, took in stats['depths'].items())}")
     if engine.device.type == "cuda":
         say(f"peak memory   {torch.cuda.max_memory_allocated(engine.device) / 2**20:.0f} MiB on the GPU")
     say(f"peak memory   {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.0f} MiB of the process")

@@ -49,7 +49,7 @@ class Lookup:
     def draft(self, text, count):
         """text: int32 [n], prompt and answer so far -> `count` ids that may follow, or none."""
         at, size = np.flatnonzero(text[:-1] == text[-1]), 1  # where its last token stood
-        while size < self.longest:
+        while size < min(self.longest, len(text) - 1):
             more = at[at >= size]
             more = more[text[more - size] == text[-size - 1]]
             if not len(more):
@@ -238,7 +238,8 @@ class Depth:
             tried = min(n + 1, m)
             self.drafted[:tried] += 1
             self.kept[:n] += 1
-            self.right[:tried] += 0.02 * ((np.arange(tried) < n) - self.right[:tried])
+            weight = np.maximum(0.02, 1 / (4 + self.drafted[:tried]))
+            self.right[:tried] += weight * ((np.arange(tried) < n) - self.right[:tried])
         self.cycles += len(kept)
         self.tokens += tokens
         if seconds is not None:

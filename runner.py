@@ -154,7 +154,8 @@ class Runner:
             sound = hidden[torch.from_numpy(ends).to(hidden.device)].isfinite().all(-1)
         most = max((choice.logprobs for choice in step.choices if choice.logprobs is not None), default=None)
         wanted = () if most is None else logprobs(logits, tokens, most)
-        parts = [x.flatten().double() for x in (sound, tokens, finite, finite[:0] if counts is None else counts, *wanted)]
+        counts = finite[:0] if counts is None else counts
+        parts = [x.flatten().double() for x in (sound, tokens, finite, counts, *wanted)]
         parts = torch.cat(parts).cpu().split([len(x) for x in parts])
         sound, tokens, finite, counts, *wanted = (x.tolist() for x in parts)
         taken, kept = (list(map(int, half)) for half in np.reshape(counts, (2, -1)))

@@ -14,6 +14,7 @@ from helpers import CASES, case
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from draft import Lookup
 from engine import Engine, SamplingParams, Snapshots
 from mla import latent_write
 from prefix import HostTier, PrefixCache
@@ -178,6 +179,8 @@ schedules = st.fixed_dictionaries(
         "prefill_chunk": st.sampled_from([7, 16, 33, 64, 200]),
         "short_share": st.sampled_from([0.0, 0.25, 0.5]),
         "max_batch": st.sampled_from([1, 2, 4, 8]),
+        "draft": st.sampled_from([None, Lookup(shortest=1), "mtp"]),
+        "draft_tokens": st.sampled_from([1, 3, 7, "auto"]),
         "snapshots": st.builds(
             Snapshots, st.booleans(), st.booleans(), st.sampled_from([0, 16, 50, P]), st.sampled_from([0, 1, 16])
         ),
@@ -186,6 +189,10 @@ schedules = st.fixed_dictionaries(
 
 
 def run_schedule(name, actions, polls, **options):
+    if options["draft"] is None:
+        options["draft_tokens"] = 0
+    elif options["draft"] == "mtp" and not case(name)[0].mtp:
+        options["draft"] = Lookup(shortest=1)
     with delayed(polls):
         engine = Engine(case(name)[0], **options)
     bases, asked = [text(seed, 300) for seed in range(3)], []
