@@ -4,6 +4,7 @@ python bench.py agent     replays conversations of agents: prefix reuse, latency
 python bench.py host      the cost on the host beside the model: a step, a look-up in the prefix cache, its memory
 python bench.py cpu       one core of a CPU: decode, prompts, operations a token, start-up; beside another checkout
 python bench.py kernels   each kernel at the sizes of K3 against the floor of this GPU
+python bench.py spec      speculative decoding by depth and batch: tiny/, and a slice of K3
 python bench.py step      whole decode steps of a slice of K3 at full width
 python bench.py all       kernels and step, a bundle with its picture in one folder: for someone with a GPU
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import ops, step, timing
+from benchmarks import ops, spec, step, timing
 from benchmarks.cpu import cpu
 from benchmarks.report import about
 from benchmarks.serving import agent, host, plot_agent
@@ -64,6 +65,10 @@ def _arguments():
         c.set_defaults(gpu=True)
     commands.choices["kernels"].add_argument("--only", metavar="OPS", help="ops to measure, by commas (default: all)")
 
+    c = command(spec.spec, spec.plot)
+    c.add_argument("--model", default=TINY, metavar="FOLDER", help="checkpoint folder (default: the tiny model)")
+    c.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: the GPU where there is one)")
+
     c = command(everything, name="all")
     c.set_defaults(gpu=True, only=None)
     c.add_argument("--out", default="results", metavar="FOLDER", help="where the bundle goes (default %(default)s)")
@@ -107,6 +112,7 @@ def main(argv=None):
             if not Path(file).resolve().parent.is_dir():
                 raise FileNotFoundError(f"{file}: there is no such folder to write to")
         plt = _pyplot(args.plot) if args.plot else None
+        args.gpu = args.gpu or args.command == "spec" and torch.cuda.is_available() and args.device != "cpu"
         if args.gpu:
             if not torch.cuda.is_available():
                 raise ValueError(f"{args.command} measures a GPU, and PyTorch sees none here")
@@ -117,7 +123,7 @@ def main(argv=None):
         if args.json:
             _write(args.json, args, rows)
         if plt:
-            (args.draw(plt, rows, args.card) if args.gpu else args.draw(plt, rows)).savefig(args.plot, dpi=150)
+            args.draw(plt, rows, *[args.card] * (args.gpu and args.command != "spec")).savefig(args.plot, dpi=150)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -1,5 +1,6 @@
 """Each kernel at the sizes of K3, against the floor of this GPU and against peers in the same run."""
 
+import dataclasses
 from collections import namedtuple
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import moe
 from attnres import attnres_norm
 from benchmarks.report import print_table
 from benchmarks.timing import events_ms, median_ms, sets_for
-from cache import Part
+from cache import PagePool, Part
 from config import K3Config
 from layers import linear, rms_norm_op
 
@@ -27,6 +28,7 @@ OPS = (
     "kda_prefill",
     "kda_decode",
     "kda_verify",
+    "kda_commit",
     "mla_decode",
     "mla_prefill",
     "attnres",
@@ -132,10 +134,31 @@ def kda_verify(B, T, heads, target=None):
     def make(i):
         S, conv = rand(max(B, 8), heads, D, D, scale=0.1, dtype=torch.float32), rand(max(B, 8), 3, 3 * hd)
         src, past = torch.arange(B, device="cuda"), torch.full((B,), 99, dtype=torch.int32, device="cuda")
-        return partial(kda.kda_verify, *kda_rows(B * T, heads), w, S, conv, src, past, T)
+        raw = torch.empty(B * T, (4 * D + 1) * heads, dtype=BF16, device="cuda")
+        return partial(kda.kda_verify, *kda_rows(B * T, heads), w, S, conv, src, past, T, raw)
 
-    nbytes = B * (4 * heads * D * D + 2 * hd * (9 + 6 * T))
+    nbytes = B * (4 * heads * D * D + 2 * hd * (9 + 10 * T))
     return Case("kda_verify", f"{B} x {T}, {heads} heads", make, nbytes, 0, target)
+
+
+def kda_commit(B, T, heads, target=None):
+    """All KDA layers of K3, three of four tokens accepted."""
+    cfg = K3Config.k3()
+    cfg = dataclasses.replace(cfg, linear_attn_config=cfg.linear_attn_config | {"num_heads": heads})
+    layers, hd = len(cfg.kda_layers), heads * D
+    weights = [kda_weights(heads) for _ in range(layers)]
+
+    def make(i):
+        pool = PagePool(cfg, 3 * B + 1, BF16, "cuda")
+        for layer in range(layers):
+            for x in pool.state(layer):
+                x.copy_(rand(*x.shape, scale=0.1))
+        pages = torch.randperm(3 * B + 1, device="cuda")[: 3 * B].view(B, 3)
+        past, taken = (torch.full((B,), n, dtype=torch.int32, device="cuda") for n in (99, T - 1))
+        return partial(kda.kda_commit, rand(layers, B * T, 4 * hd + heads), weights, pool, pages, pages, past, taken, T)
+
+    nbytes = layers * B * (2 * 4 * heads * D * D + 2 * hd * (2 * 9 + 4 * (T - 1)))
+    return Case("kda_commit", f"{layers} layers, {B} x {T}, {heads} heads", make, nbytes, 0, target)
 
 
 # ---------------------------------------------------------------- MLA
@@ -275,6 +298,8 @@ def cases(quick):
     yield kda_decode(1, HEADS, 0.010)
     yield kda_verify(1, 4, 12, 0.006)
     yield kda_verify(16, 4, HEADS)
+    yield kda_commit(1, 4, 12, 0.045)
+    yield kda_commit(16, 4, 12)
     yield mla_decode(1, 131072, HEADS, 0.075)
     yield mla_decode(16, 16384, HEADS, 0.13)
     yield mla_decode(1, 16384, 12, 0.020)

@@ -147,6 +147,7 @@ def states(engine, request):
     """Every KDA layer's S and conv window, and the latent rows of the MLA layers, of a running request."""
     pool = engine.pool
     slots = slots_of(engine, request, np.arange(request.computed))
+    slots = slots.to(pool.device)
     found = [pool.rows(i)[slots] for i in range(len(engine.cfg.mla_layers))]
     for i in range(len(engine.cfg.kda_layers)):
         found += [x[request.state[pool.group(i)]] for x in pool.state(i)]

@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+import test_draft
 import torch
 from helpers import CASES, DATA, case, rel
 
@@ -194,3 +195,57 @@ def test_a_replay_follows_its_page_ids():
     written = sorted({p for c in chunks for p in [*c.dst.tolist(), int(c.pages[c.past // pool.page_size])]})
     others = [p for p in range(60) if p not in written]
     assert torch.equal(results[0][2][:, others], start[:, others])
+
+
+# ---------------------------------------------------------------- drafts
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("kind, tokens", [("mtp", 3), ("mtp", "auto"), ("knows", 7), ("lookup", 2)])
+@pytest.mark.parametrize("params", [test_draft.GREEDY, test_draft.WARM, test_draft.SORTED])
+def test_drafts_change_nothing(params, kind, tokens, graphs):
+    """In float32, in graphs and op by op, with prompts in chunks beside; twice, the second time from the cache."""
+    model, name = on_gpu("micro-mtp"), "micro-mtp"
+    prompts, want = test_draft.PROMPTS, test_draft.plain(name, params)
+    who = test_draft.drafter(kind, name, params)
+    engine = Engine(model, num_pages=60, prefill_chunk=50, draft=who, draft_tokens=tokens, graphs=graphs)
+    for turn in range(2):
+        outs = engine.generate(prompts, params)
+        assert [o.token_ids for o in outs] == want
+        assert turn == 0 or [o.cached_tokens for o in outs] == [len(p) for p in prompts]
+    stats = engine.stats
+    assert stats["drafted"] > 20 and stats["backends"]["kda_commit"].startswith("triton")
+    assert (stats["graph_replays"] > 10) == graphs
+    assert stats["graphs_off"] == (None if graphs else "off")
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 7])
+def test_states_after_drafts(tokens):
+    """Every state page and latent row is that of who never drafted, whatever was accepted."""
+    name, seen = "micro-mtp", {}
+    model, who = on_gpu(name), test_draft.drafter("knows", name, test_draft.GREEDY)
+    for draft in (None, who):
+        engine = Engine(model, num_pages=60, draft=draft, draft_tokens=tokens if draft else 0)
+        for prompt in test_draft.PROMPTS:
+            engine.add(prompt, GREEDY)
+        while engine.running or engine.waiting:
+            engine.step()
+            for r in engine.running:
+                now = [x.clone() for x in test_draft.states(engine, r)]
+                for x, y in zip(now, seen.setdefault((r.out.rid, r.computed), now)):
+                    torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    assert len(seen) > 100 and engine.stats["drafts_kept"] > 40
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tiny_drafts_in_bfloat16(temperature):
+    """Most answers are the same to the last token; a batch of another size rounds otherwise between near equals."""
+    params = SamplingParams(max_tokens=100, temperature=temperature, seed=1, ignore_eos=True)
+    prompts = ["Once upon a time", "The king said", "There was an old woman", "The wolf"]
+    want = Engine(TINY).generate(prompts, params)
+    engine = Engine(TINY, draft="mtp", draft_tokens=3)
+    outs = engine.generate(prompts, params)
+    same = [sum(a == b for a, b in zip(x.token_ids, y.token_ids)) for x, y in zip(outs, want)]
+    assert sum(same) > 150 and max(same) == 100
+    stats = engine.stats
+    assert stats["tokens_per_cycle"] > 1.7 and stats["graphs_off"] is None

@@ -1,0 +1,169 @@
+"""Speculative decoding by depth and batch: tiny/ with its real acceptance, and a slice of K3 at full width."""
+
+import dataclasses
+import time
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.report import print_table
+from benchmarks.step import chunks_at, config, random_model
+from benchmarks.timing import events_ms
+from cache import PagePool, Step
+from draft import MTP, Depth
+from engine import Engine, SamplingParams
+from model import K3
+from runner import Runner
+from sampling import Choice
+
+DEPTHS = 0, 1, 2, 3, 5, 7
+RIGHT = 0.75  # synthetic: how often a draft of the slice is right, given that those before it were
+CONTEXT = 1024  # tokens behind each sequence of the slice
+OPENINGS = ("Once upon a time", "The king said", "There was an old woman", "In the forest", "She asked him", "The wolf",
+            "When the morning came", "A poor boy")  # fmt: skip
+COLUMNS = "model sampling batch depth tok_s speedup per_cycle cycle_ms GB of_copy".split()
+
+
+# ---------------------------------------------------------------- tiny/, through the engine
+
+
+def tell(engine, prompts, params):
+    """-> tokens/s, the answers."""
+    engine.cache.clear()
+    begin = time.perf_counter()
+    answers = [out.token_ids for out in engine.generate(prompts, params)]
+    return sum(map(len, answers)) / (time.perf_counter() - begin), answers
+
+
+def stories(args, model, batches, temperatures, new):
+    """Rows of tiny/: every depth, and "auto"."""
+    depths = [0, 3, "auto"] if args.quick else [*DEPTHS, "auto"]
+    rows, bar = [], tqdm(total=len(batches) * len(temperatures) * len(depths), leave=False, unit=" rows")
+    for temperature in temperatures:
+        params = SamplingParams(max_tokens=new, temperature=temperature, seed=1, ignore_eos=True)
+        for batch in batches:
+            prompts, want, engines = [OPENINGS[i % len(OPENINGS)] for i in range(batch)], None, {}
+            for depth in depths:
+                draft = dict(draft="mtp", draft_tokens=depth) if depth else {}
+                engine = engines[depth] = Engine(model, tokenizer=args.model, num_pages=8 * batch + 40, **draft)
+                engine.generate(prompts, params)  # compiles, captures, learns
+            best = dict.fromkeys(depths, 0.0)
+            for _ in range(1 if args.quick else 3):
+                for depth in depths:
+                    speed, answers = tell(engines[depth], prompts, params)
+                    best[depth], want = max(best[depth], speed), want or answers
+                    if answers != want and args.device == "cpu":  # in bfloat16 a batch decides between near equals
+                        raise ValueError(f"{depth} drafts changed an answer")
+            for depth in depths:
+                stats = engines[depth].stats
+                row = dict.fromkeys(COLUMNS) | {"model": "tiny/", "sampling": f"temperature {temperature:g}"}
+                row |= {"batch": batch, "depth": depth, "tok_s": best[depth], "speedup": best[depth] / best[0]}
+                rows.append(row | {"per_cycle": stats.get("tokens_per_cycle") if depth else 1.0})
+                bar.update()
+    bar.close()
+    return rows
+
+
+# ---------------------------------------------------------------- the slice, cycle by cycle
+
+
+def mtp_model(seed):
+    """`bench.py step`'s four layers of K3, and an MTP layer."""
+    return random_model(dataclasses.replace(config(), num_nextn_predict_layers=1), seed)
+
+
+def cycle_bytes(model, batch, depth, experts):
+    """Bytes that a cycle must move: weights of the main model once, those of the MTP layer and the head once a draft,
+    the packed matrices of `experts` (over all calls), latent rows, and the KDA states, read and written."""
+    cfg = model.cfg
+    size = {name: p.numel() * p.element_size() for name, p in model.named_parameters() if ".inert." not in name}
+    mtp, head = sum(n for name, n in size.items() if name.startswith("mtp.")), size["lm_head.weight"]
+    main = sum(size.values()) - mtp - size["embed_tokens.weight"]
+    packed = sum(b[0].numel() for b in model.expert_stacks()[0][1].buffers())
+    rows = (len(cfg.mla_layers) + depth) * CONTEXT * (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * 2
+    state = len(cfg.kda_layers) * 2 * 4 * cfg.kda_heads * cfg.kda_head_dim**2
+    return main + depth * (mtp + head) + experts * packed + batch * (rows + state)
+
+
+def experts_used(model, run):
+    """Distinct experts, summed over all calls of MoE layers in a run."""
+    found = []
+    note = lambda module, inputs, output: found.append(output[0].unique().numel())
+    hooks = [layer.ffn.gate.register_forward_hook(note) for _, layer in model.decoder_layers()]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return sum(found)
+
+
+def slice_rows(args, batches, depths):
+    model, bandwidth = mtp_model(args.seed), args.card["copy_bytes_s"]
+    pages = 2 * max(batches) * PagePool(model.cfg, 0, torch.bfloat16, "meta", mtp=True).pages_for(CONTEXT + 8)
+    pool = PagePool(model.cfg, pages, torch.bfloat16, "cuda", mtp=True)
+    for slab in pool.slabs:
+        slab.view(torch.bfloat16).normal_(0, 0.3)
+    runner, rows = Runner(model, pool, True, MTP(model, pool)), []
+    for batch in batches:
+        auto, base = Depth("auto"), None
+        auto.right[:] = RIGHT
+        for depth in tqdm(depths, leave=False, unit=" depths"):
+            chunks = chunks_at(pool, CONTEXT, [1 + depth] * batch)
+            for chunk in chunks:
+                chunk.drafts = depth
+            ids = torch.randint(model.cfg.vocab_size, (batch * (1 + depth),)).numpy()
+            before = [torch.randn(model.cfg.hidden_size, dtype=torch.bfloat16, device="cuda") for _ in chunks]
+            step = Step.decode(chunks, ids, [Choice(room=100)] * batch, before if depth else ())
+            used = experts_used(model, lambda step=step: runner.forward(step))
+            graph = runner.graph(step)
+            if graph is None:
+                raise ValueError(f"the cycle could not be captured: {runner.stats['graphs_off']}")
+            graph(step)
+            ms, nbytes = events_ms(graph.graph.replay), cycle_bytes(model, batch, depth, used)
+            auto.costs.setdefault("slice", {})[depth] = ms
+            tokens = sum(RIGHT**j for j in range(depth + 1))
+            speed = batch * tokens / ms * 1e3
+            base = base or speed
+            row = {"model": "slice of K3", "sampling": f"greedy, {RIGHT:.0%} right", "batch": batch, "depth": depth}
+            row |= {"tok_s": speed, "speedup": speed / base, "per_cycle": tokens, "cycle_ms": ms, "GB": nbytes / 1e9}
+            rows.append(row | {"of_copy": ms / (nbytes / bandwidth * 1e3)})
+        rows.append(rows[-1] | {"depth": f"auto: {auto.best('slice')}"})
+        best = next(r for r in rows if r["batch"] == batch and r["depth"] == auto.best("slice"))
+        rows[-1] = best | {"depth": f"auto: {best['depth']}"}
+        runner.graphs.clear()
+    return rows
+
+
+@torch.inference_mode()
+def spec(args):
+    """Drafting by depth and batch: committed tokens/s against no drafts.
+
+    tiny/ runs through the engine, with the drafts of its own MTP layer; on a CPU every answer is checked against that
+    without drafts. On a GPU also four layers of K3 at full width and an MTP layer, with random weights: the time of a
+    whole cycle (draft, verify, accept, commit) as one CUDA graph; the bytes that it must move over the card's copy
+    bandwidth are its floor (of_copy: time over floor); tokens/s assume that a draft is right in 75 % of cases.
+    """
+    gpu, device = torch.cuda.is_available() and args.device != "cpu", args.device
+    args.device = device or ("cuda" if gpu else "cpu")
+    if not gpu:
+        torch.set_num_threads(1)
+    model = K3.from_pretrained(args.model, torch.bfloat16 if gpu else torch.float32, args.device, progress=False)
+    rows = stories(args, model, (1, 8, 32) if gpu else (1, 4), (0.0, 0.8), 64 if args.quick else 256)
+    del model
+    if gpu:
+        batches, depths = ((1, 4), (0, 1, 3)) if args.quick else ((1, 4, 16, 64), DEPTHS)
+        rows += slice_rows(args, batches, depths)
+    print_table(rows, COLUMNS)
+    return rows
+
+
+def plot(plt, rows):
+    """Speed-up over depth, a line for each model and batch."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for key in dict.fromkeys((r["model"], r["sampling"], r["batch"]) for r in rows):
+        mine = [r for r in rows if (r["model"], r["sampling"], r["batch"]) == key and isinstance(r["depth"], int)]
+        axes.plot([r["depth"] for r in mine], [r["speedup"] for r in mine], marker="o", label=", ".join(map(str, key)))
+    axes.axhline(1, color="black", linestyle="--")
+    axes.set(xlabel="drafts a cycle", ylabel="committed tokens/s over those without drafts", ylim=0)
+    axes.legend(fontsize=7)
+    axes.grid(alpha=0.3)
+    return figure
