@@ -13,7 +13,7 @@ import sampling
 from engine import Engine, SamplingParams
 from sampling import Choice
 
-V, LAST, N = 8, 3, 200_000  # ids; the prompt's last token; draws: 50,000 are too few for an error of 2 % to show
+V, LAST, N = 8, 3, 150_000  # ids; the prompt's last token; draws: 50,000 are too few for an error of 2 % to show
 TABLE = 1.2 * torch.randn(V, V, generator=torch.Generator().manual_seed(0))  # logits by the token ahead
 SETTINGS = {
     "temperature": dict(temperature=0.8),
