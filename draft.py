@@ -71,6 +71,12 @@ class MTP:
         if model.mtp is None:
             raise ValueError('draft="mtp": this checkpoint has no MTP layer; "lookup" needs none')
         self.model, self.pool = model, pool
+        kind = torch.promote_types(pool.dtype, torch.float32) if model.cfg.attn_res_block_size else pool.dtype
+        self.none = torch.zeros(model.cfg.hidden_size, dtype=kind, device=pool.device)
+
+    def stack(self, hidden):
+        """A list of h [H], or None at the start of a text -> [n, H]."""
+        return torch.stack([self.none if h is None else h for h in hidden]) if hidden else None
 
     def draft(self, part, ids, slots, before, filters, draws, kind):
         """Writes drafts to ids [B, T], behind the token of each sequence that is there.
@@ -118,8 +124,7 @@ class MTP:
         P, device = self.pool.page_size, self.pool.device
         ids = np.array([(r.buffer[at], r.pages[at // P] * P + at % P) for r, at, _ in due], dtype=np.int64)
         ids, slots = torch.from_numpy(ids).to(device).T
-        none = torch.zeros(self.model.cfg.hidden_size, dtype=self.pool.dtype, device=device)
-        self.write(ids, torch.stack([none if h is None else h for _, _, h in due]), slots.contiguous())
+        self.write(ids, self.stack([h for _, _, h in due]), slots.contiguous())
         for request in requests:
             request.due = []
 

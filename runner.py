@@ -85,12 +85,7 @@ class Runner:
         chunks, rows = step.chunks, step.rows
         feed = Feed(self.pool, len(step.ids), len(chunks), table_width(self.pool, chunks), rows.shape[1])
         feed.fill(chunks, step.ids, rows if rows.size else None, step.choices)
-        return self.compute(step, feed.upload(), self.stack(step.before), step.kind)
-
-    def stack(self, hidden):
-        """A list of [H] or None (the start of a text: zero) -> [n, H]."""
-        none = torch.zeros(self.model.cfg.hidden_size, dtype=self.pool.dtype, device=self.pool.device)
-        return torch.stack([none if h is None else h for h in hidden]) if hidden else None
+        return self.compute(step, feed.upload(), self.mtp and self.mtp.stack(step.before), step.kind)
 
     def compute(self, step, x, before, kind):
         """All that a step does on the device, from the tensors x of its Feed -> Computed. before [n, H]: h of the token
@@ -242,7 +237,7 @@ class Graph:
         self.runner, self.T, self.pool = runner, drafts + 1, runner.pool
         self.feed, self.copied = Feed(self.pool, B * self.T, B, W, B * self.T), torch.cuda.Event()
         self.inputs = torch.empty_like(self.feed.host, device=self.pool.device)
-        self.before = runner.stack([None] * B) if runner.mtp and drafts else None
+        self.before = runner.mtp.stack([None] * B) if runner.mtp and drafts else None
         past = W * self.pool.page_size - self.T
         none = [Chunk(self.T, past, *[()] * 3, drafts=drafts) for _ in range(B)]
         self.step = Step.decode(none, [0] * (B * self.T), [Choice()] * B)

@@ -111,7 +111,7 @@ def slice_rows(args, batches, depths):
             for chunk in chunks:
                 chunk.drafts = depth
             ids = torch.randint(model.cfg.vocab_size, (batch * (1 + depth),)).numpy()
-            before = [torch.randn(model.cfg.hidden_size, dtype=torch.bfloat16, device="cuda") for _ in chunks]
+            before = [torch.randn(model.cfg.hidden_size, device="cuda") for _ in chunks]
             step = Step.decode(chunks, ids, [Choice(room=100)] * batch, before if depth else ())
             used = experts_used(model, lambda step=step: runner.forward(step))
             graph = runner.graph(step)

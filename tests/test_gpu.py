@@ -200,21 +200,29 @@ def test_a_replay_follows_its_page_ids():
 # ---------------------------------------------------------------- drafts
 
 
+@functools.cache
+def plain(params):
+    """What tiny/ answers in float32 without drafts."""
+    model = K3.from_pretrained(TINY, torch.float32, "cuda", progress=False)
+    outs = Engine(model, num_pages=60).generate(test_draft.PROMPTS, params)
+    return model, [out.token_ids for out in outs]
+
+
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("kind, tokens", [("mtp", 3), ("mtp", "auto"), ("knows", 7), ("lookup", 2)])
-@pytest.mark.parametrize("params", [test_draft.GREEDY, test_draft.WARM, test_draft.SORTED])
+@pytest.mark.parametrize("kind, tokens", [("mtp", 3), ("mtp", "auto"), ("knows", 7), ("lookup", 2), ("wrong", 4)])
+@pytest.mark.parametrize("params", [test_draft.GREEDY, test_draft.WARM, test_draft.SORTED], ids=["0", "warm", "sorted"])
 def test_drafts_change_nothing(params, kind, tokens, graphs):
     """In float32, in graphs and op by op, with prompts in chunks beside; twice, the second time from the cache."""
-    model, name = on_gpu("micro-mtp"), "micro-mtp"
-    prompts, want = test_draft.PROMPTS, test_draft.plain(name, params)
-    who = test_draft.drafter(kind, name, params)
+    (model, want), prompts = plain(params), test_draft.PROMPTS
+    who = {"wrong": test_draft.Wrong(), "lookup": test_draft.Lookup(shortest=1)}.get(kind, kind)
+    who = test_draft.Knows([p + ids for p, ids in zip(prompts, want)]) if kind == "knows" else who
     engine = Engine(model, num_pages=60, prefill_chunk=50, draft=who, draft_tokens=tokens, graphs=graphs)
     for turn in range(2):
         outs = engine.generate(prompts, params)
         assert [o.token_ids for o in outs] == want
         assert turn == 0 or [o.cached_tokens for o in outs] == [len(p) for p in prompts]
     stats = engine.stats
-    assert stats["drafted"] > 20 and stats["backends"]["kda_commit"].startswith("triton")
+    assert stats["drafted"] > 5 and stats["backends"]["kda_commit"].startswith("triton")
     assert (stats["graph_replays"] > 10) == graphs
     assert stats["graphs_off"] == (None if graphs else "off")
 
@@ -222,18 +230,17 @@ def test_drafts_change_nothing(params, kind, tokens, graphs):
 @pytest.mark.parametrize("tokens", [1, 3, 7])
 def test_states_after_drafts(tokens):
     """Every state page and latent row is that of who never drafted, whatever was accepted."""
-    name, seen = "micro-mtp", {}
-    model, who = on_gpu(name), test_draft.drafter("knows", name, test_draft.GREEDY)
-    for draft in (None, who):
+    (model, want), seen = plain(test_draft.GREEDY), {}
+    for draft in (None, test_draft.Knows([p + ids for p, ids in zip(test_draft.PROMPTS, want)])):
         engine = Engine(model, num_pages=60, draft=draft, draft_tokens=tokens if draft else 0)
         for prompt in test_draft.PROMPTS:
-            engine.add(prompt, GREEDY)
+            engine.add(prompt, test_draft.GREEDY)
         while engine.running or engine.waiting:
             engine.step()
             for r in engine.running:
                 now = [x.clone() for x in test_draft.states(engine, r)]
                 for x, y in zip(now, seen.setdefault((r.out.rid, r.computed), now)):
-                    torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+                    assert rel(x.cpu(), y.cpu()) < 1e-5
     assert len(seen) > 100 and engine.stats["drafts_kept"] > 40
 
 
