@@ -3,6 +3,7 @@
 python bench.py agent     replays conversations of agents: prefix reuse, latency, speed, by pool and by concurrency
 python bench.py host      the cost on the host beside the model: a step, a look-up in the prefix cache, its memory
 python bench.py cpu       one core of a CPU: decode, prompts, operations a token, start-up; beside another checkout
+python bench.py coupling  what drafter-invariant sampling costs in acceptance, against rejection sampling
 python bench.py kernels   each kernel at the sizes of K3 against the floor of this GPU
 python bench.py spec      speculative decoding by depth and batch: tiny/, and a slice of K3
 python bench.py step      whole decode steps of a slice of K3 at full width
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import ops, spec, step, timing
+from benchmarks.coupling import coupling
 from benchmarks.cpu import cpu
 from benchmarks.report import about
 from benchmarks.serving import agent, host, plot_agent
@@ -76,6 +78,10 @@ def _arguments():
     c = command(cpu)
     c.add_argument("--model", default=TINY, metavar="FOLDER", help="checkpoint folder (default: the tiny model)")
     c.add_argument("--against", metavar="FOLDER", help="another checkout of this repository, to be compared with")
+
+    c = command(coupling)
+    c.add_argument("--model", default=TINY, metavar="FOLDER", help="checkpoint folder (default: the tiny model)")
+    c.add_argument("--val", nargs="+", required=True, metavar="FILE", help="held-out text")
 
     c = command(host)
     c.add_argument("--requests", type=int, metavar="N", help="requests that run at once (default 64)")

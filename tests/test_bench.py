@@ -1,5 +1,6 @@
 """bench.py: a trace follows from its seed, theory is brute force, and a quick run of each command says what it must."""
 
+import itertools
 import json
 import random
 import tracemalloc
@@ -13,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench
-from benchmarks import ops, serving, step, timing
+import evaluate
+from benchmarks import coupling, ops, serving, step, timing
 from cache import PagePool
-from engine import Engine
+from engine import TINY, Engine
+from model import K3
 from prefix import PrefixCache
 
 ids = st.lists(st.integers(0, 2), max_size=12)
@@ -91,6 +94,105 @@ def test_nothing_reuses_more_than_theory_and_a_replay_repeats():
     assert len(seen) == 1
 
 
+# ---------------------------------------------------------------- rules that keep drafts
+
+
+EIGHTHS = torch.tensor([[1.0, 2, 3, 2], [4, 2, 1, 1]], dtype=torch.float64) / 8  # p, q: every p / q is in quarters
+
+
+def law_of(rule):
+    """The joint law [V, V, V] of the first three tokens when two are drafted, of all drafts and chances, and what it
+    must be. Model and drafter: p and q rolled by the tokens before; what a cycle leaves open the model adds alone.
+    """
+    (p, q), V = EIGHTHS, range(4)
+    after = lambda row, *before: row.roll(sum((i + 1) * t for i, t in enumerate(before)))
+    law, want, even = torch.zeros(4, 4, 4).double(), torch.zeros(4, 4, 4).double(), (torch.arange(4).double() + 0.5) / 4
+    u = torch.cartesian_prod(even, even)  # the chance below any quarter is exact
+    for a, b in itertools.product(V, V):
+        want[a, b] = p[a] * after(p, a)[b] * after(p, a, b)
+        P, Q = torch.stack([p, after(p, a), after(p, a, b)]), torch.stack([q, after(q, a)])
+        drafts = torch.tensor([[a, b]]).expand(16, 2)
+        for kept, rest in zip(*rule(P.expand(16, 3, 4), Q.expand(16, 2, 4), drafts, u)):
+            share, rest = q[a] * after(q, a)[b] / 16, rest / rest.sum()
+            if kept == 2:
+                law[a, b] += share * rest
+            for x in V if kept == 1 else ():
+                law[a, x] += share * rest[x] * after(p, a, x)
+            for x, y in itertools.product(V, V) if kept == 0 else ():
+                law[x, y] += share * rest[x] * after(p, x)[y] * after(p, x, y)
+    return law, want
+
+
+def test_rejection_leaves_the_distribution_of_the_model():
+    law, want = law_of(coupling.reject)
+    assert torch.allclose(law, want, atol=1e-12) and law.sum().item() == pytest.approx(1)
+
+
+def from_the_model(p, q, drafts, u):
+    kept, _ = coupling.reject(p, q, drafts, u)
+    return kept, p[torch.arange(len(p)), kept]
+
+
+def of_another_row(p, q, drafts, u):
+    kept, _ = coupling.reject(p, q, drafts, u)
+    rest = (p - torch.cat([q[:, :1], q], 1)).clamp(min=0)
+    return kept, rest[torch.arange(len(p)), kept] + 1e-9
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        from_the_model,
+        of_another_row,
+        lambda p, q, drafts, u: coupling.reject(p, q, drafts, 0 * u),  # keeps every draft
+        lambda p, q, drafts, u: coupling.reject(p, q, drafts, u**2),  # too many
+        lambda p, q, drafts, u: coupling.reject(p, q, drafts.flip(1), u),  # asks about another one
+    ],
+)
+def test_a_wrong_rule_is_found(wrong):
+    law, want = law_of(wrong)
+    assert (law - want).abs().max() > 0.005
+
+
+def test_rates_of_one_draft():
+    """Rejection keeps sum min(p, q) over all drafts and chances; coupling what its noise gives, between its bounds."""
+    p, q = EIGHTHS[:, None]
+    u = ((torch.arange(64) + 0.5) / 64)[:, None].double()
+    each = [coupling.reject(p.expand(64, 2, 4), q.expand(64, 1, 4), torch.full((64, 1), x), u)[0] for x in range(4)]
+    kept = sum(q[0, x] * n.double().mean() for x, n in enumerate(each))
+    assert coupling.overlap(p, q).item() == pytest.approx(kept.item()) == 5 / 8
+    logits = 2 * torch.randn(2, 20, 50, generator=torch.Generator().manual_seed(0))
+    P, Q = (logits.double() / 0.8).softmax(-1)
+    brute = 1 / torch.maximum(P[:, None] / P[..., None], Q[:, None] / Q[..., None]).sum(-1)  # [R, i, j]: over j
+    exact, most = coupling.coupled(P, Q), coupling.overlap(P, Q)
+    assert torch.allclose(exact, brute.sum(-1)) and (most / (2 - most) < exact).all() and (exact < most).all()
+    many = [x.repeat(500, 1) for x in logits]
+    found = coupling.rates(many, 0.8, 0)
+    assert found["coupling"] == pytest.approx(exact.mean().item())
+    assert found["coupling_measured"] == pytest.approx(found["coupling"], abs=4 * (0.25 / 80_000) ** 0.5)
+    assert torch.allclose(coupling.coupled(P, P), torch.ones(20).double())
+
+
+@torch.no_grad()
+def test_cycles_are_those_of_whole_texts():
+    """Without noise, cycle by cycle, through pages and their commits; twice, for prompts are read once."""
+    model = K3.from_pretrained(TINY, dtype=torch.float32, progress=False)
+    prompts = torch.randint(3, 3000, (3, 20), generator=torch.Generator().manual_seed(0))
+    texts = coupling.Texts(model, prompts, 16)
+    for _ in range(2):
+        who, kept, p, q = texts.cycles(0.0, rejection=False)
+        assert kept.tolist() == evaluate.drafts_kept(model, prompts, 16, 3).tolist() and 0 < kept.sum()
+        assert (kept.bool() == (p.argmax(-1) == q.argmax(-1))).all() and set(who.tolist()) == {0, 1, 2}
+        texts.cycles(1.0, rejection=True)
+
+
+def test_tokens_per_cycle_and_what_each_prompt_moves():
+    tokens, moves = coupling.per_cycle(torch.tensor([0, 1, 0, 0]), torch.tensor([3, 1, 0, 0]), 2)
+    assert tokens == 2 and moves.tolist() == [0, 0]
+    tokens, moves = coupling.per_cycle(torch.tensor([0, 1]), torch.tensor([3, 1]), 2)
+    assert tokens == 3 and moves.tolist() == [1, -1]
+
+
 # ---------------------------------------------------------------- the commands
 
 
@@ -139,6 +241,20 @@ def test_cpu(tmp_path, capsys):
     assert all(r["what"] in table for r in rows)
 
 
+def test_coupling(tmp_path, capsys):
+    file, text = tmp_path / "coupling.json", Path(bench.__file__).parent / "LICENSE"
+    assert bench.main(["coupling", "--val", str(text), "--quick", "--json", str(file)]) == 0
+    result, table = json.loads(file.read_text()), capsys.readouterr().out
+    assert str(tmp_path) not in result["command"] and "tokens per cycle" in table and "coupling measured" in table
+    rows = [(r["temperature"], r["method"]) for r in result["rows"][:4]]
+    assert rows == [(t, method) for t in (0.8, 1.0) for method in ("rejection", "coupling")]
+    for r in result["rows"][:4]:
+        assert 1 < r["tokens_per_cycle"] < 4 and r["error"] > 0 and 0 < r["draft_1"] < 1
+    for r in result["rows"][4:]:
+        assert r["coupling_bound"] < r["coupling"] < r["rejection"] < 1
+        assert abs(r["coupling_measured"] - r["coupling"]) < 0.1
+
+
 def test_memory_of_the_tree_is_about_what_python_took():
     pool = PagePool(case("micro")[0].cfg, 200, device="meta")
     pages, state, draw = pool.allocate(100), pool.allocate(pool.groups), np.random.default_rng(0)
@@ -160,6 +276,8 @@ def test_memory_of_the_tree_is_about_what_python_took():
         (["agent", "--model", str(DATA / "micro"), "--turns", "99"], "fewer --turns"),
         (["host", "--json", "no-such-folder/x.json"], "no such folder"),
         (["cpu", "--against", "no-such-folder"], "no-such-folder: there is no engine.py"),
+        (["coupling", "--val", str(Path(bench.__file__).parent / "README.md"), "--model", str(DATA / "micro")], "MTP"),
+        (["coupling", "--val", "no-such-file"], "no-such-file"),
         (["kernels", "--only", "linear"], "measures a GPU, and PyTorch sees none"),
         (["step"], "measures a GPU, and PyTorch sees none"),
         (["all"], "measures a GPU, and PyTorch sees none"),
