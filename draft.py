@@ -21,7 +21,8 @@ from cache import Batch, bucket, wide_enough
 from sampling import sample
 
 MOST = 7  # drafts a cycle
-TRIED = 0, 1, 3  # depths that are measured before one is chosen
+DEPTHS = 0, 1, 2, 3, 5, 7  # those that are chosen among: each that is run is captured as a graph
+TRIED = 0, 1, 3  # of these, the ones that are measured before one is chosen
 DUE = 64  # rows that steps without drafts may leave to be written
 PROBE = 128  # cycles between two in which another depth than the best is tried
 
@@ -224,7 +225,8 @@ class Depth:
             self.wait[key] = wait - 1, again
             return best
         self.wait[key] = (again, PROBE) if best else (again, min(2 * again, 16 * PROBE))
-        return min(best + 1, MOST) if sum(seen.values()) % 2 else max(best - 1, 1)
+        at = DEPTHS.index(best)
+        return DEPTHS[min(at + 1, len(DEPTHS) - 1) if sum(seen.values()) % 2 else max(at - 1, 1)]
 
     def best(self, key):
         """The depth with the most committed tokens a second."""
@@ -233,8 +235,8 @@ class Depth:
         cost = np.interp(np.arange(MOST + 1), known, [costs[m] for m in known])
         slope = (costs[known[-1]] - costs[known[-2]]) / (known[-1] - known[-2])
         cost[known[-1] + 1 :] += np.maximum(slope, 0) * np.arange(1, MOST + 1 - known[-1])
-        tokens = np.cumsum(np.cumprod([1.0, *self.right]))
-        return int((tokens / cost).argmax())
+        speed = np.cumsum(np.cumprod([1.0, *self.right])) / cost
+        return max(DEPTHS, key=lambda m: speed[m])
 
     def observe(self, key, m, seconds, kept, tokens):
         """A cycle of depth m took so long; kept: how many drafts were right in each sequence; tokens: committed.

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+import kernels
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -111,10 +113,10 @@ def gumbel(seed, position, size):
     return -(-uniform(seed, position, size).log()).log()
 
 
-def kept(scaled, top_k, top_p):
-    """Which tokens top_k and top_p leave: scaled [R, V] float64, logits over temperature; top_k (0: all), top_p [R]."""
-    values, ids = scaled.sort(dim=-1, descending=True, stable=True)
-    rank, probs = torch.arange(scaled.shape[-1], device=scaled.device), values.softmax(-1)
+def kept(logits, temperature, top_k, top_p):
+    """logits [R, V]; temperature (0: as 1), top_k (0: all), top_p [R] -> [R, V] bool: what top_k and top_p leave."""
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    rank, probs = torch.arange(logits.shape[-1], device=logits.device), scale(values, temperature).softmax(-1)
     out = (rank >= top_k[:, None]) & (top_k > 0)[:, None]
     probs = probs.masked_fill(out, 0)
     probs = probs / probs.sum(-1, keepdim=True)
@@ -124,29 +126,43 @@ def kept(scaled, top_k, top_p):
     return torch.empty_like(out).scatter_(-1, ids, ~out)
 
 
-def log_probs(logits, filters, kind):
-    """logits [R, V] -> log-probabilities of the filtered distribution [R, V] float64, but for a constant of each row;
-    -inf where a token is filtered out. filters [4, R] float64; kind: of what the rows need most."""
-    temperature, top_k, top_p, min_p = filters
+def scale(logits, temperature):
+    """logits [R, V], temperature [R] (0: as 1) -> logits over temperature in float64, at most 0: no overflow."""
     top = logits.amax(-1, keepdim=True)
-    scaled = (logits.double() - top) / torch.where(temperature > 0, temperature, 1)[:, None]  # at most 0: no overflow
-    out = scaled < min_p.log()[:, None]
-    if kind == SORTED:
-        out |= ~kept(scaled, top_k, top_p)
-    return scaled.masked_fill(out, -torch.inf)
+    return (logits.double() - top) / torch.where(temperature > 0, temperature, 1)[:, None]
 
 
-def sample(logits, filters=None, draws=None, kind=SORTED):
-    """logits [R, V] float32; filters [4, R] float64: FILTERS; draws [2, R] int64: seeds, positions; kind: of the
-    Choice that needs most -> ids [R] int64, finite [R] bool. A row that is not finite gives some id, and False.
+def log_probs(logits, filters):
+    """logits [R, V], filters [4, R] -> log-probabilities of the filtered distribution [R, V] float64, but for a
+    constant of each row; -inf where a token is filtered out."""
+    scaled, min_p = scale(logits, filters[0]), filters[3]
+    return scaled.masked_fill((scaled < min_p.log()[:, None]) | ~kept(logits, *filters[:3]), -torch.inf)
+
+
+@kernels.op("gumbel_max")
+def gumbel_max(logits, filters, draws, cut):
+    """logits [R, V]; filters [4, R] float64: FILTERS, of which temperature and min_p count here; draws [2, R] int64:
+    seeds, positions, or both None: greedy; cut [R, V] bool: which tokens are out, or None -> ids [R] int64, finite [R]
+    bool. A row that is not finite gives some id, and False.
     """
     lowest, highest = logits.aminmax(dim=-1)  # a NaN anywhere is both
     finite = lowest.isfinite() & highest.isfinite()
     logits = logits.masked_fill(~finite[:, None], 0)
-    if kind == GREEDY:
+    if filters is None:
         return logits.argmax(-1), finite
-    noise = gumbel(*draws, logits.shape[-1]).masked_fill((filters[0] == 0)[:, None], 0)
-    return (log_probs(logits, filters, kind) + noise).argmax(-1), finite
+    temperature, _, _, min_p = filters
+    scaled = scale(logits, temperature)
+    out = scaled < min_p.log()[:, None]
+    noise = gumbel(*draws, logits.shape[-1]).masked_fill((temperature == 0)[:, None], 0)
+    return (scaled + noise).masked_fill(out if cut is None else out | cut, -torch.inf).argmax(-1), finite
+
+
+def sample(logits, filters=None, draws=None, kind=SORTED):
+    """The tokens of R rows: logits [R, V] float32; the rest as in `gumbel_max`; kind: of the Choice that needs most."""
+    if kind == GREEDY:
+        return gumbel_max(logits, None, None, None)
+    cut = ~kept(logits, *filters[:3]) if kind == SORTED else None
+    return gumbel_max(logits, filters, draws, cut)
 
 
 def logprobs(logits, chosen, count):

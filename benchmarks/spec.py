@@ -10,13 +10,12 @@ from benchmarks.report import print_table
 from benchmarks.step import chunks_at, config, random_model
 from benchmarks.timing import events_ms
 from cache import PagePool, Step
-from draft import MTP, Depth
+from draft import DEPTHS, MTP, Depth
 from engine import Engine, SamplingParams
 from model import K3
 from runner import Runner
 from sampling import Choice
 
-DEPTHS = 0, 1, 2, 3, 5, 7
 RIGHT = 0.75  # synthetic: how often a draft of the slice is right, given that those before it were
 CONTEXT = 1024  # tokens behind each sequence of the slice
 OPENINGS = ("Once upon a time", "The king said", "There was an old woman", "In the forest", "She asked him", "The wolf",
@@ -35,6 +34,15 @@ def tell(engine, prompts, params):
     return sum(map(len, answers)) / (time.perf_counter() - begin), answers
 
 
+def warm(engine, prompts, params):
+    """Until nothing is compiled or captured any more."""
+    for _ in range(8):
+        before = engine.runner.captures
+        engine.generate(prompts, params)
+        if engine.runner.captures == before:
+            return
+
+
 def stories(args, model, batches, temperatures, new):
     """Rows of tiny/: every depth, and "auto"."""
     depths = [0, 3, "auto"] if args.quick else [*DEPTHS, "auto"]
@@ -46,7 +54,7 @@ def stories(args, model, batches, temperatures, new):
             for depth in depths:
                 draft = dict(draft="mtp", draft_tokens=depth) if depth else {}
                 engine = engines[depth] = Engine(model, tokenizer=args.model, num_pages=8 * batch + 40, **draft)
-                engine.generate(prompts, params)  # compiles, captures, learns
+                warm(engine, prompts, params)
             best = dict.fromkeys(depths, 0.0)
             for _ in range(1 if args.quick else 3):
                 for depth in depths:

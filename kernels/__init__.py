@@ -22,7 +22,7 @@ from collections import Counter
 
 import torch
 
-FILES = ("attnres", "dense", "kda", "kda_fla", "kda_step", "mla", "mla_prefill", "moe")
+FILES = ("attnres", "dense", "kda", "kda_fla", "kda_step", "mla", "mla_prefill", "moe", "sample")
 PREFERENCE = ("gluon", "triton", "splitk", "cublas", "cudnn")  # on a GPU auto tries them in order; others run by name
 ANYWHERE = ("auto", "torch", "c")  # what needs no GPU
 counts = Counter()  # (op, backend) -> calls

@@ -357,10 +357,12 @@ def test_depth_is_the_one_that_commits_most_a_second():
         depth.right[:] = right
         depth.costs["key"] = {m: base + slope * m for m in (0, 1, 3)}
         speed = [sum(np.prod(right[:j]) for j in range(m + 1)) / (base + slope * m) for m in range(MOST + 1)]
-        assert depth.best("key") == int(np.argmax(speed))
+        assert depth.best("key") == max(draft.DEPTHS, key=speed.__getitem__)
 
 
-@pytest.mark.parametrize("share, cost, wanted", [(0.9, 0.2, 7), (0.5, 0.3, 1), (0.6, 1.2, 0), (0.0, 0.1, 0)])
+@pytest.mark.parametrize(
+    "share, cost, wanted", [(0.9, 0.2, (5, 7)), (0.5, 0.3, (1, 2)), (0.6, 1.2, (0,)), (0.0, 0.1, (0,))]
+)
 def test_depth_learns(share, cost, wanted):
     """Cycles that cost 1 + cost * m; whatever is tried besides costs little."""
     depth, rng, spent, tokens, chosen = Depth("auto"), np.random.default_rng(1), 0.0, 0, Counter()
@@ -372,8 +374,8 @@ def test_depth_learns(share, cost, wanted):
         spent, tokens = spent + seconds, tokens + n + 1
         chosen[m] += 1
     best = max(sum(share**j for j in range(m + 1)) / (1 + cost * m) for m in range(MOST + 1))
-    assert tokens / spent > 0.97 * best and abs(chosen.most_common(1)[0][0] - wanted) <= 1
-    if wanted == 0:
+    assert tokens / spent > 0.97 * best and chosen.most_common(1)[0][0] in wanted
+    if wanted == (0,):
         assert chosen[0] > 5900 and tokens / spent > 0.985
 
 
