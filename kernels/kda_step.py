@@ -5,7 +5,7 @@ tokens, from raw projections to the normalized, gated output. The state is read 
 
     decode    1 token              reads src, writes dst, outputs
     verify    T tokens             reads src, outputs, keeps the raw projections
-    commit    `accepted` tokens    reads src, writes dst; all layers of the model in one launch, or two (`_shift`)
+    commit    `accepted` tokens    reads src, writes dst; all layers of the model in one launch
 
 The recurrence is that of the Kimi Linear report (arXiv 2510.26692), as in `kda.py`.
 """
@@ -68,11 +68,6 @@ def _add(a0, b0, c0, d0, e0, a1, b1, c1, d1, e1):
 
 
 @triton.jit
-def _add_two(a0, b0, a1, b1):
-    return a0 + a1, b0 + b1
-
-
-@triton.jit
 def _gated_norm(o, weight, gate, eps, D: tl.constexpr):
     """RMSNorm(o) * sigmoid(gate) of one head, [D]."""
     return o * tl.rsqrt(tl.sum(o * o, axis=0) / D + eps) * weight.to(tl.float32) * tl.sigmoid(gate.to(tl.float32))
@@ -88,14 +83,14 @@ def _step(
 ):  # fmt: skip
     """Program (head, sequence, tile of BV value channels). out None: nothing is output; dst None: nothing is written;
     accepted None: all T tokens count; raw None: the projections are not kept. Where BV < D, out takes o before its
-    norm, in float32. PER_GROUP > 0: program (head, sequence, tile of a layer); a group of the state has so many layers,
-    and table [layers, 3] the addresses of weight, A_log and dt_bias of each.
+    norm, in float32. PER_GROUP > 0: program (head, sequence, layer); a group of the state has so many layers, and
+    table [layers, 3] the addresses of weight, A_log and dt_bias of each.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()  # `_norm` may start; it waits for this kernel's end where it must
     head, seq, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     if PER_GROUP > 0:
-        layer, tile = (tile // (D // BV)).to(tl.int64), tile % (D // BV)
+        layer, tile = tile.to(tl.int64), 0
         kind = tl.pointer_type(tl.float32)
         weight = tl.load(table + 3 * layer).to(kind)
         A_log, dt_bias = tl.load(table + 3 * layer + 1).to(kind), tl.load(table + 3 * layer + 2).to(kind)
@@ -172,15 +167,11 @@ def _step(
                     o = _gated_norm(o, norm, opening, eps, D)
             else:  # what counts is how often the threads wait for each other: one sum, also of the norms of q and k
                 one = tl.full([1, C, W], 1.0, tl.float32)
-                if out is not None:
-                    products = state * k, state * q, k * k * one, q * q * one, q * k * one
-                    kS, qS, kk, qq, qk = [tl.reshape(x, [BV]) for x in tl.reduce(products, 0, _add)]
-                else:
-                    kS, kk = [tl.reshape(x, [BV]) for x in tl.reduce((state * k, k * k * one), 0, _add_two)]
+                products = state * k, state * q, k * k * one, q * q * one, q * k * one
+                kS, qS, kk, qq, qk = [tl.reshape(x, [BV]) for x in tl.reduce(products, 0, _add)]
                 u = beta * (v - kS * tl.rsqrt(kk + 1e-6)) * tl.rsqrt(kk + 1e-6)
                 state += k * tl.reshape(u, [C, W])[None, :, :]
-                if out is not None:
-                    o = (qS + qk * u) * (tl.rsqrt(qq + 1e-6) * D**-0.5)
+                o = (qS + qk * u) * (tl.rsqrt(qq + 1e-6) * D**-0.5)
             if out is not None:
                 tl.store(out + t * H * D + iv, o.to(out.dtype.element_ty))
             x0, x1, x2, x3 = x1, x2, x3, x4
@@ -189,9 +180,8 @@ def _step(
     if dst is not None:
         tl.debug_barrier()  # where dst is src, no thread may still be reading what another overwrites
         tl.store(S + target * S_page + at, state)
-        if BV == D:  # else other tiles may still be reading: `_shift` follows
-            _keep(conv + target * conv_page, conv_row, cqk, x0, x1, x2)
-            _keep(conv + target * conv_page, conv_row, cv, y0, y1, y2)
+        _keep(conv + target * conv_page, conv_row, cqk, x0, x1, x2)
+        _keep(conv + target * conv_page, conv_row, cv, y0, y1, y2)
 
 
 @triton.jit
@@ -206,35 +196,6 @@ def _norm(o, gate, out, o_norm, gate_row, eps, H: tl.constexpr, D: tl.constexpr,
     tl.store(out + at, y.to(out.dtype.element_ty))
 
 
-@triton.jit
-def _shift(
-    raw, conv, src, dst, past, accepted, raw_row, raw_layer, conv_page, conv_row, conv_slab, src_stride, dst_stride,
-    src_group, dst_group, WIDTH: tl.constexpr, T: tl.constexpr, PER_GROUP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The windows of the convolution after `accepted` tokens: program (block of channels, sequence, layer)."""
-    seq, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    conv += layer % PER_GROUP * conv_slab
-    source = tl.load(src + seq * src_stride + layer // PER_GROUP * src_group)
-    target = tl.load(dst + seq * dst_stride + layer // PER_GROUP * dst_group)
-    live = (tl.load(past + seq) > 0) & (source >= 0)
-    count = tl.minimum(tl.maximum(tl.load(accepted + seq), 0), T)
-    raw += layer * raw_layer + (seq * T + count) * raw_row + c
-    old = conv + source * conv_page + count * conv_row + c
-    inside = c < WIDTH
-    # of window and tokens, one after another, the three behind `count`
-    x0 = tl.load(old, mask=inside & live & (count < 3), other=0.0)
-    x1 = tl.load(old + conv_row, mask=inside & live & (count < 2), other=0.0)
-    x2 = tl.load(old + 2 * conv_row, mask=inside & live & (count < 1), other=0.0)
-    x0 = tl.where(count >= 3, tl.load(raw - 3 * raw_row, mask=inside & (count >= 3), other=0.0), x0)
-    x1 = tl.where(count >= 2, tl.load(raw - 2 * raw_row, mask=inside & (count >= 2), other=0.0), x1)
-    x2 = tl.where(count >= 1, tl.load(raw - raw_row, mask=inside & (count >= 1), other=0.0), x2)
-    new = conv + target * conv_page + c
-    tl.store(new, x0, mask=inside & (target >= 0))
-    tl.store(new + conv_row, x1, mask=inside & (target >= 0))
-    tl.store(new + 2 * conv_row, x2, mask=inside & (target >= 0))
-
-
 def config(d, heads, output_only):
     """Head dim, heads of all sequences, whether nothing is written -> value channels of a program, its warps.
 
@@ -244,12 +205,6 @@ def config(d, heads, output_only):
     if output_only and d == 128 and heads <= 48:
         return 16, 4
     return d, {32: 1, 64: 4, 128: 4}[d]
-
-
-def commit_config(d, programs):
-    """The same for `commit`, of so many heads in all layers. Tiles, whose windows are a second launch, pay where there
-    are few: a whole head fills a quarter of a multiprocessor's registers."""
-    return (32, 2) if d == 128 and programs <= 4096 else config(d, programs, False)
 
 
 def launch(qkv, gate, r, b, w, S, conv, src, dst, past, T, raw=None):
@@ -322,19 +277,10 @@ def kda_commit(raw, weights, pool, src, dst, past, accepted, T):
     h, d, (L, _, width) = *S.shape[1:3], raw.shape
     table = addresses(raw.device, *(x.data_ptr() for w in weights for x in w[:3]))
     qkv, r, b, w = raw, raw[..., 3 * h * d :], raw[..., 4 * h * d :], weights[0]
-    (slab, conv_slab), groups, tokens = pool.slab_strides(), (src.stride(1), dst.stride(1)), (width, raw.stride(0))
-    sequences = src.stride(0), dst.stride(0)
-    block, warps = commit_config(d, B * h * L)
-    _step[h, B, L * (d // block)](
+    strides = [width] * 4 + [S.stride(0), conv.stride(0), conv.stride(1), src.stride(0), dst.stride(0)]
+    strides += [0, raw.stride(0), *pool.slab_strides(), src.stride(1), dst.stride(1)]
+    _step[h, B, L](
         qkv, r, r, b, None, w.conv, w.A_log, w.dt_bias, w.o_norm, S, conv, src, dst, past, accepted, None, table, w.eps,
-        *[width] * 4, S.stride(0), conv.stride(0), conv.stride(1), *sequences, 0, raw.stride(0), slab, conv_slab,
-        *groups,
-        H=h, D=d, BV=block, LOWER_BOUND=w.lower_bound or None, T=T, OVERLAP=False, PER_GROUP=pool.per_group,
-        num_warps=warps,
+        *strides, H=h, D=d, BV=d, LOWER_BOUND=w.lower_bound or None, T=T, OVERLAP=False, PER_GROUP=pool.per_group,
+        num_warps=config(d, B * h * L, False)[1],
     )  # fmt: skip
-    if block < d:
-        _shift[triton.cdiv(3 * h * d, 1024), B, L](
-            raw, conv, src, dst, past, accepted, *tokens, conv.stride(0), conv.stride(1), conv_slab, *sequences,
-            *groups,
-            WIDTH=3 * h * d, T=T, PER_GROUP=pool.per_group, BLOCK=1024,
-        )  # fmt: skip

@@ -276,10 +276,7 @@ def test_tiles_of_a_head(monkeypatch):
     from kernels import kda_step
 
     monkeypatch.setattr(kda_step, "config", lambda d, heads, output_only: (16 if output_only else d, 4))
-    monkeypatch.setattr(kda_step, "commit_config", lambda d, programs: (16, 2))
     check_verify("triton", Case(4, 2, h=2), 1e-6)
-    check_verify("triton", Case(7, 5, h=1), 1e-6)
-    test_all_layers_at_once("triton")
 
 
 @interpreted
@@ -295,7 +292,7 @@ def test_what_does_not_fit():
 
 
 @compiles
-@pytest.mark.parametrize("use, heads", [("decode", 96), ("verify", 96), ("verify", 12), ("commit", 96), ("commit", 12)])
+@pytest.mark.parametrize("use, heads", [("decode", 96), ("verify", 96), ("verify", 12), ("commit", 96)])
 def test_compiles(use, heads):
     from kernels import kda_step
 
@@ -308,13 +305,6 @@ def test_compiles(use, heads):
     absent = dict(zip(("decode", "verify", "commit"), absent))[use]
     types = {name: type for name, type in types.items() if name not in absent}
     width, warps = kda_step.config(128, heads, use == "verify")
-    if use == "commit" and heads == 12:
-        width, warps = kda_step.commit_config(128, 69 * heads)
-        assert width < 128
-        signature = dict(raw=x, conv=x, src=page, dst=page, past="*i32", accepted="*i32")
-        strides = "raw_row raw_layer conv_page conv_row conv_slab src_stride dst_stride src_group dst_group"
-        signature |= dict.fromkeys(strides.split(), "i32")
-        compile_for_all(kda_step._shift, signature, dict(WIDTH=36864 // 8, T=4, PER_GROUP=23, BLOCK=1024))
     constants = dict(H=heads, D=128, BV=width, LOWER_BOUND=-5.0, T=1 if use == "decode" else 4, OVERLAP=False)
     constants |= dict(PER_GROUP=23 if use == "commit" else 0)
     compile_for_all(kda_step._step, types, constants | dict.fromkeys(absent), num_warps=warps)
