@@ -256,9 +256,9 @@ class Part:
     table: torch.Tensor  # [B, W] int32: history pages
     src: torch.Tensor  # [B, groups] int64: state pages read, unless past is 0
     dst: torch.Tensor  # [B, groups] int64: state pages written
+    first: int = 0  # positions below it are not seen: the draft layer has no row for position 0
     drafts: int = 0
     raw: torch.Tensor | None = None
-    first: int = 0  # positions below it are not seen: the draft layer has no row for position 0
 
     @property
     def decode(self):

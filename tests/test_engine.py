@@ -792,6 +792,7 @@ def test_stats_count_what_ran():
     calls |= {"linear": ((kda + mla) * 3 + 9 * 2 + 1) * 5, "rms_norm": (mla + moe + 1) * 5}
     calls |= {"kda_prefill": kda, "kda_decode": kda * 4, "mla_prefill": mla, "mla_decode": mla * 4}
     calls |= {"latent_write": mla * 5, "kda_recurrence": kda * 6, "mla_expanded": mla * 2}  # two prompts
+    calls["gumbel_max"] = 5
     assert stats["backends"] == {op: f"torch x{n}" for op, n in calls.items()}
     assert (stats["prompt_tokens"], stats["decode_tokens"]) == (53, 8)
     assert stats["prompt_tokens_per_s"] > 0 and stats["decode_tokens_per_s"] > 0

@@ -88,7 +88,7 @@ def chi_square(counts, expected):
 @settings(max_examples=300, deadline=None)
 def test_distribution_is_what_the_words_say(logits, **filters):
     wanted, cuts = brute(logits, **filters)
-    assume(all(abs(c) > 1e-9 for c in cuts))  # on a cut, rounding decides
+    assume(all(abs(c) > 2 * sampling.CLOSE for c in cuts))  # on a cut, rounding decides
     got = ours(logits, **filters)
     assert dict(got) == pytest.approx(dict(wanted), rel=1e-9)
 
