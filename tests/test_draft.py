@@ -86,9 +86,11 @@ KINDS = "knows", "sure", "wrong", "lookup", "mtp"
     "name, kind, tokens, params",
     grid(
         (CASES, KINDS, (1, 2, 3, 4, 5, 6, 7, "auto"), (GREEDY, WARM, SORTED)),
-        lambda name, kind, tokens, params: (
-            (kind, tokens, params) in (("knows", 3, SORTED), ("sure", 7, GREEDY), ("mtp", 2, WARM))
-            or (name in ("micro-mtp", "micro") and (kind, tokens) in (("knows", "auto"), ("wrong", 4), ("mtp", 7)))
+        lambda name, *setting: (
+            list(setting) in (["knows", 3, SORTED], ["sure", 7, GREEDY], ["mtp", 2, WARM])
+            or name == "micro-mtp"
+            and list(setting)
+            in (["knows", "auto", SORTED], ["wrong", 4, WARM], ["mtp", 7, GREEDY], ["mtp", "auto", SORTED])
         ),
     ),
 )
