@@ -23,7 +23,10 @@ from benchmarks.coupling import coupling
 from benchmarks.cpu import cpu
 from benchmarks.report import about
 from benchmarks.serving import agent, host, plot_agent
+from draft import DEPTHS
 from engine import TINY
+
+ROOFLINES = "kernels", "step"  # their pictures need to know the card
 
 
 def _pyplot(file):
@@ -68,6 +71,10 @@ def _arguments():
     commands.choices["kernels"].add_argument("--only", metavar="OPS", help="ops to measure, by commas (default: all)")
 
     c = command(spec.spec, spec.plot)
+    c.add_argument("--batches", type=int, nargs="+", metavar="N", help="sequences (default: 1 and more)")
+    c.add_argument("--tokens", type=int, default=256, metavar="N", help="of each story (default %(default)s)")
+    text = "drafts a cycle, 0 first (default: %(default)s)"
+    c.add_argument("--depths", type=int, nargs="+", default=list(DEPTHS), metavar="M", help=text)
     c.add_argument("--model", default=TINY, metavar="FOLDER", help="checkpoint folder (default: the tiny model)")
     c.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: the GPU where there is one)")
 
@@ -118,7 +125,9 @@ def main(argv=None):
             if not Path(file).resolve().parent.is_dir():
                 raise FileNotFoundError(f"{file}: there is no such folder to write to")
         plt = _pyplot(args.plot) if args.plot else None
-        args.gpu = args.gpu or args.command == "spec" and torch.cuda.is_available() and args.device != "cpu"
+        if args.command == "spec":
+            args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+            args.gpu = args.device == "cuda"
         if args.gpu:
             if not torch.cuda.is_available():
                 raise ValueError(f"{args.command} measures a GPU, and PyTorch sees none here")
@@ -129,7 +138,7 @@ def main(argv=None):
         if args.json:
             _write(args.json, args, rows)
         if plt:
-            args.draw(plt, rows, *[args.card] * (args.gpu and args.command != "spec")).savefig(args.plot, dpi=150)
+            args.draw(plt, rows, *([args.card] if args.command in ROOFLINES else [])).savefig(args.plot, dpi=150)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -228,15 +228,15 @@ class Depth:
         at = DEPTHS.index(best)
         return DEPTHS[min(at + 1, len(DEPTHS) - 1) if sum(seen.values()) % 2 else max(at - 1, 1)]
 
-    def best(self, key):
-        """The depth with the most committed tokens a second."""
+    def best(self, key, depths=DEPTHS):
+        """Of these depths, the one with the most committed tokens a second."""
         costs = self.costs[key]
         known = sorted(costs)
         cost = np.interp(np.arange(MOST + 1), known, [costs[m] for m in known])
         slope = (costs[known[-1]] - costs[known[-2]]) / (known[-1] - known[-2])
         cost[known[-1] + 1 :] += np.maximum(slope, 0) * np.arange(1, MOST + 1 - known[-1])
         speed = np.cumsum(np.cumprod([1.0, *self.right])) / cost
-        return max(DEPTHS, key=lambda m: speed[m])
+        return max(depths, key=lambda m: speed[m])
 
     def observe(self, key, m, seconds, kept, tokens):
         """A cycle of depth m took so long; kept: how many drafts were right in each sequence; tokens: committed.

@@ -8,9 +8,9 @@ from tqdm import tqdm
 
 from benchmarks.report import print_table
 from benchmarks.step import chunks_at, config, random_model
-from benchmarks.timing import events_ms
+from benchmarks.timing import events_ms, median_ms
 from cache import PagePool, Step
-from draft import DEPTHS, MTP, Depth
+from draft import MTP, Depth
 from engine import Engine, SamplingParams
 from model import K3
 from runner import Runner
@@ -20,7 +20,8 @@ RIGHT = 0.75  # synthetic: how often a draft of the slice is right, given that t
 CONTEXT = 1024  # tokens behind each sequence of the slice
 OPENINGS = ("Once upon a time", "The king said", "There was an old woman", "In the forest", "She asked him", "The wolf",
             "When the morning came", "A poor boy")  # fmt: skip
-COLUMNS = "model sampling batch depth tok_s speedup per_cycle cycle_ms GB of_copy".split()
+LAYERS = 93  # of K3
+COLUMNS = "model sampling batch depth tok_s speedup per_cycle cycle_ms GB of_copy at_93_layers".split()
 
 
 # ---------------------------------------------------------------- tiny/, through the engine
@@ -45,7 +46,7 @@ def warm(engine, prompts, params):
 
 def stories(args, model, batches, temperatures, new):
     """Rows of tiny/: every depth, and "auto"."""
-    depths = [0, 3, "auto"] if args.quick else [*DEPTHS, "auto"]
+    depths = [0, 3, "auto"] if args.quick else [*args.depths, "auto"]
     rows, bar = [], tqdm(total=len(batches) * len(temperatures) * len(depths), leave=False, unit=" rows")
     for temperature in temperatures:
         params = SamplingParams(max_tokens=new, temperature=temperature, seed=1, ignore_eos=True)
@@ -105,40 +106,51 @@ def experts_used(model, run):
 
 
 def slice_rows(args, batches, depths):
+    """Rows of the slice: cycles as graphs, and the same without the MTP layer, from which that of 93 layers follows."""
     model, bandwidth = mtp_model(args.seed), args.card["copy_bytes_s"]
     pages = 2 * max(batches) * PagePool(model.cfg, 0, torch.bfloat16, "meta", mtp=True).pages_for(CONTEXT + 8)
     pool = PagePool(model.cfg, pages, torch.bfloat16, "cuda", mtp=True)
     for slab in pool.slabs:
         slab.view(torch.bfloat16).normal_(0, 0.3)
-    runner, rows = Runner(model, pool, True, MTP(model, pool)), []
+    runner, without, rows = Runner(model, pool, True, MTP(model, pool)), Runner(model, pool, True), []
     for batch in batches:
-        auto, base = Depth("auto"), None
+        auto, mine = Depth("auto"), []
         auto.right[:] = RIGHT
         for depth in tqdm(depths, leave=False, unit=" depths"):
             chunks = chunks_at(pool, CONTEXT, [1 + depth] * batch)
             for chunk in chunks:
                 chunk.drafts = depth
             ids = torch.randint(model.cfg.vocab_size, (batch * (1 + depth),)).numpy()
-            before = [torch.randn(model.cfg.hidden_size, device="cuda") for _ in chunks]
-            step = Step.decode(chunks, ids, [Choice(room=100)] * batch, before if depth else ())
+            before = [torch.randn(model.cfg.hidden_size, device="cuda") for _ in chunks] if depth else ()
+            step = Step.decode(chunks, ids, [Choice(room=100)] * batch, before)
             used = experts_used(model, lambda step=step: runner.forward(step))
-            graph = runner.graph(step)
-            if graph is None:
-                raise ValueError(f"the cycle could not be captured: {runner.stats['graphs_off']}")
-            graph(step)
-            ms, nbytes = events_ms(graph.graph.replay), cycle_bytes(model, batch, depth, used)
+            ms = cycle_ms(runner, step)
+            main = cycle_ms(without, step) if depth else ms
+            hidden = torch.randn(batch * (1 + depth), model.cfg.hidden_size, device="cuda")
+            head = median_ms([lambda hidden=hidden: model.logits(hidden)])
+            layer = (main - head) / model.cfg.num_hidden_layers
+            nbytes, tokens = cycle_bytes(model, batch, depth, used), sum(RIGHT**j for j in range(depth + 1))
             auto.costs.setdefault("slice", {})[depth] = ms
-            tokens = sum(RIGHT**j for j in range(depth + 1))
-            speed = batch * tokens / ms * 1e3
-            base = base or speed
             row = {"model": "slice of K3", "sampling": f"greedy, {RIGHT:.0%} right", "batch": batch, "depth": depth}
-            row |= {"tok_s": speed, "speedup": speed / base, "per_cycle": tokens, "cycle_ms": ms, "GB": nbytes / 1e9}
-            rows.append(row | {"of_copy": ms / (nbytes / bandwidth * 1e3)})
-        rows.append(rows[-1] | {"depth": f"auto: {auto.best('slice')}"})
-        best = next(r for r in rows if r["batch"] == batch and r["depth"] == auto.best("slice"))
-        rows[-1] = best | {"depth": f"auto: {best['depth']}"}
-        runner.graphs.clear()
+            row |= {"tok_s": batch * tokens / ms * 1e3, "per_cycle": tokens, "cycle_ms": ms, "GB": nbytes / 1e9}
+            row |= {"whole_ms": ms + (LAYERS - model.cfg.num_hidden_layers) * layer, "main_ms": main, "head_ms": head}
+            mine.append(row | {"of_copy": ms / (nbytes / bandwidth * 1e3)})
+            for each in (runner, without):
+                each.graphs.clear()
+        for row in mine:
+            row["speedup"] = row["tok_s"] / mine[0]["tok_s"]
+            row["at_93_layers"] = row["per_cycle"] * mine[0]["whole_ms"] / row["whole_ms"]
+        best = auto.best("slice", depths)
+        rows += [*mine, next(r for r in mine if r["depth"] == best) | {"depth": f"auto: {best}"}]
     return rows
+
+
+def cycle_ms(runner, step):
+    graph = runner.graph(step)
+    if graph is None:
+        raise ValueError(f"the cycle could not be captured: {runner.stats['graphs_off']}")
+    graph(step)
+    return events_ms(graph.graph.replay)
 
 
 @torch.inference_mode()
@@ -148,18 +160,19 @@ def spec(args):
     tiny/ runs through the engine, with the drafts of its own MTP layer; on a CPU every answer is checked against that
     without drafts. On a GPU also four layers of K3 at full width and an MTP layer, with random weights: the time of a
     whole cycle (draft, verify, accept, commit) as one CUDA graph; the bytes that it must move over the card's copy
-    bandwidth are its floor (of_copy: time over floor); tokens/s assume that a draft is right in 75 % of cases.
+    bandwidth are its floor (of_copy: time over floor); tokens/s assume that a draft is right in 75 % of cases. at 93
+    layers: the speed-up of the whole of K3, if 89 layers more take 89 times as long as one of these four, which is what
+    the cycle without the MTP layer and the head takes over four.
     """
-    gpu, device = torch.cuda.is_available() and args.device != "cpu", args.device
-    args.device = device or ("cuda" if gpu else "cpu")
+    gpu = args.device == "cuda"
     if not gpu:
         torch.set_num_threads(1)
     model = K3.from_pretrained(args.model, torch.bfloat16 if gpu else torch.float32, args.device, progress=False)
-    rows = stories(args, model, (1, 8, 32) if gpu else (1, 4), (0.0, 0.8), 64 if args.quick else 256)
+    batches = args.batches or ((1, 8, 32) if gpu else (1, 4))
+    rows = stories(args, model, batches, (0.0, 0.8), 64 if args.quick else args.tokens)
     del model
     if gpu:
-        batches, depths = ((1, 4), (0, 1, 3)) if args.quick else ((1, 4, 16, 64), DEPTHS)
-        rows += slice_rows(args, batches, depths)
+        rows += slice_rows(args, args.batches or (1, 4, 16), (0, 1, 3) if args.quick else args.depths)
     print_table(rows, COLUMNS)
     return rows
 

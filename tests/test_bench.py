@@ -255,6 +255,20 @@ def test_coupling(tmp_path, capsys):
         assert abs(r["coupling_measured"] - r["coupling"]) < 0.1
 
 
+def test_spec(tmp_path, capsys):
+    """tiny/ on a CPU: more tokens a cycle than one, and the same answers, which the command itself checks."""
+    file, picture = tmp_path / "spec.json", tmp_path / "spec.png"
+    pytest.importorskip("matplotlib")
+    args = "spec --device cpu --batches 1 --depths 0 2 --tokens 9 --json".split()
+    assert bench.main([*args, str(file), "--plot", str(picture)]) == 0
+    rows, table = json.loads(file.read_text())["rows"], capsys.readouterr().out
+    assert [(r["sampling"], r["depth"]) for r in rows] == [
+        (f"temperature {t}", depth) for t in ("0", "0.8") for depth in (0, 2, "auto")
+    ]
+    assert all(r["tok_s"] > 0 for r in rows) and rows[1]["per_cycle"] > 1.2 and rows[0]["speedup"] == 1
+    assert "at 93 layers" in table and picture.stat().st_size > 5000
+
+
 def test_memory_of_the_tree_is_about_what_python_took():
     pool = PagePool(case("micro")[0].cfg, 200, device="meta")
     pages, state, draw = pool.allocate(100), pool.allocate(pool.groups), np.random.default_rng(0)
@@ -278,6 +292,8 @@ def test_memory_of_the_tree_is_about_what_python_took():
         (["cpu", "--against", "no-such-folder"], "no-such-folder: there is no engine.py"),
         (["coupling", "--val", str(Path(bench.__file__).parent / "README.md"), "--model", str(DATA / "micro")], "MTP"),
         (["coupling", "--val", "no-such-file"], "no-such-file"),
+        (["spec", "--model", "no-such-folder"], "no-such-folder"),
+        (["spec", "--device", "cuda"], "measures a GPU, and PyTorch sees none"),
         (["kernels", "--only", "linear"], "measures a GPU, and PyTorch sees none"),
         (["step"], "measures a GPU, and PyTorch sees none"),
         (["all"], "measures a GPU, and PyTorch sees none"),
