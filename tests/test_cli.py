@@ -338,3 +338,24 @@ def test_broken_checkpoints(cli, tmp_path, damage, part):
 def test_a_missing_shard(cli, tmp_path):
     shard = "model-00002-of-00003.safetensors"
     assert_error(cli("--prompt", "abc", model=copy("micro-mxfp4", tmp_path / "model", but=[shard])), shard)
+
+
+def test_drafts(cli, tmp_path):
+    """The same text with drafts, who made them and how they did; what cannot draft says so."""
+    path = copy("micro-mtp", tmp_path / "mtp")
+    byte_tokenizer(path)
+    args = "--prompt", "abab", "--max-tokens", 30, "--temperature", 0.7, "--seed", 3
+    code, want, _ = cli(*args, model=path)
+    for more, says in (
+        (("--draft", "mtp", "--draft-tokens", 3), "drafts        MTP, 3; "),
+        (("--draft-tokens", 2), "drafts        MTP, 2; "),
+        (("--draft", "lookup"), "drafts        Lookup, auto; "),
+    ):
+        code, out, err = cli(*args, *more, "--stats", model=path)
+        assert code == 0 and out == want and says in err and " tokens a cycle" in err and "drafts: " in err
+    for more, says in (
+        (("--draft", "mtp"), "no MTP layer"),
+        (("--draft-tokens", 8), "draft_tokens is 8; it must be 0 to 7"),
+    ):
+        code, out, err = cli(*args, *more)
+        assert code == 2 and out == "" and says in err and len(err.splitlines()) == 1
