@@ -172,10 +172,15 @@ class Drafting:
 
     def ask(self, text, m):
         """What the drafter says: m ids, or none; what is missing repeats its last."""
-        ids = np.asarray(self.drafter.draft(text, m), dtype=np.int64)[:m]
-        if ids.ndim != 1 or ((ids < 0) | (ids >= self.vocab_size)).any():
-            raise ValueError(f"{type(self.drafter).__name__}.draft gave {ids.tolist()}: it must be a list of token ids")
-        return np.append(ids, np.repeat(ids[-1:], m - len(ids))).astype(np.int32)
+        text = text.view()
+        text.flags.writeable = False  # it is the request's own
+        given = self.drafter.draft(text, m)
+        ids = np.asarray([] if given is None else given)
+        whole = ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size)
+        if not whole or ((ids < 0) | (ids >= self.vocab_size)).any():
+            name, most = type(self.drafter).__name__, self.vocab_size - 1
+            raise ValueError(f"{name}.draft gave {given!r:.80}; it must be a list of token ids, 0 to {most}")
+        return np.append(ids[:m], np.repeat(ids[-1:], m - len(ids[:m]))).astype(np.int32)
 
     def observe(self, step, result, taken, seconds):
         """A step has run; taken: tokens that each request with drafts got; seconds: None where it was no plain one."""

@@ -37,18 +37,20 @@ def _tops(logits, tops, ats, bad, row_stride, V, NB, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scores(
-    logits, filters, draws, cut, tops, scores, ats, row_stride, filter_stride, draw_stride, V, NB,
+    logits, filters, draws, cut, tops, scores, ats, row_stride, filter_stride, filter_row, draw_stride, draw_row, V, NB,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """tops are read, scores and ats written: the ones of the other kernel are not its own."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, BLOCKS)
     top = tl.max(tl.load(tops + row * NB + n, mask=n < NB, other=float("-inf")), axis=0)
-    temperature, min_p = tl.load(filters + row), tl.load(filters + 3 * filter_stride + row)
+    filters += row * filter_row
+    temperature, min_p = tl.load(filters), tl.load(filters + 3 * filter_stride)
     c = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * row_stride + c, mask=c < V, other=float("-inf")).to(tl.float64)
     scaled = (x - top) / tl.where(temperature > 0, temperature, 1.0)
-    seed, position = tl.load(draws + row).to(tl.uint64), tl.load(draws + draw_stride + row).to(tl.uint64)
+    draws += row * draw_row
+    seed, position = tl.load(draws).to(tl.uint64), tl.load(draws + draw_stride).to(tl.uint64)
     golden: tl.constexpr = 0x9E3779B97F4A7C15
     key = _scramble(_scramble(seed) + position * golden)
     bits = _scramble(key + c.to(tl.uint64) * golden) >> 12
@@ -76,9 +78,8 @@ def _pick(scores, ats, bad, ids, finite, NB, BLOCKS: tl.constexpr):
 def why_not(logits, filters, draws, cut):
     if logits.dtype != torch.float32 or logits.stride(-1) != 1 or not len(logits):
         return f"it takes float32 rows, not {logits.dtype}"
-    parts = [x for x in (filters, draws) if x is not None]
-    if any(x.stride(-1) != 1 for x in parts) or cut is not None and not cut.is_contiguous():
-        return "filters, draws or what is cut are not contiguous"
+    if cut is not None and not cut.is_contiguous():
+        return "what is cut is not contiguous"
 
 
 @kernels.implement("gumbel_max", "triton", why_not)
@@ -92,7 +93,7 @@ def gumbel_max(logits, filters, draws, cut):
     _tops[R, NB](logits, tops, ats, bad, *size, BLOCK=BLOCK, num_warps=4)
     scores = tops
     if filters is not None:
-        scores, strides = torch.empty_like(tops), (filters.stride(0), draws.stride(0))
+        scores, strides = torch.empty_like(tops), (*filters.stride(), *draws.stride())
         args = logits, filters, draws, cut, tops, scores, ats, size[0], *strides, V, NB
         _scores[R, NB](*args, BLOCK=BLOCK, BLOCKS=blocks, num_warps=4)
     _pick[R,](scores, ats, bad, ids, finite, NB, BLOCKS=blocks, num_warps=1)

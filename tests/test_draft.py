@@ -408,12 +408,23 @@ class Broken:
         self.ids = ids
 
     def draft(self, text, count):
-        if self.ids is None:
+        if self.ids is OSError:
             raise RuntimeError("no idea")
         return self.ids
 
 
-@pytest.mark.parametrize("ids, says", [([257], "must be a list of token ids"), ([-1], "token ids"), (None, "no idea")])
+@pytest.mark.parametrize(
+    "ids, says",
+    [
+        ([257], "must be a list of token ids, 0 to 256"),
+        ([-1], "token ids"),
+        ("abc", "Broken.draft gave 'abc'"),
+        ([1.5], "token ids"),
+        ([[1], [2]], "token ids"),
+        (7, "token ids"),
+        (OSError, "no idea"),
+    ],
+)
 def test_a_drafter_that_fails_harms_nobody(ids, says):
     engine = Engine(case("micro")[0], num_pages=60, draft=Broken(ids), draft_tokens=2)
     engine.add(PROMPTS[0], GREEDY)
@@ -427,7 +438,7 @@ def test_a_drafter_that_fails_harms_nobody(ids, says):
 
 
 def test_short_and_long_drafts_are_made_to_fit():
-    for ids in ([7], [7] * 50, np.array([7, 8]), ()):
+    for ids in ([7], [7] * 50, np.array([7, 8]), (), None):
         engine = Engine(case("micro")[0], num_pages=60, draft=Broken(ids), draft_tokens=3)
         assert [o.token_ids for o in engine.generate(PROMPTS, GREEDY)] == plain("micro", GREEDY)
         assert engine.stats["drafted"] == 0 or len(ids)

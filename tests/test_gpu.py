@@ -222,7 +222,8 @@ def test_drafts_change_nothing(params, kind, tokens, graphs):
         assert [o.token_ids for o in outs] == want
         assert turn == 0 or [o.cached_tokens for o in outs] == [len(p) for p in prompts]
     stats = engine.stats
-    assert stats["drafted"] > 5 and stats["backends"]["kda_commit"].startswith("triton")
+    assert stats["drafted"] > 5
+    assert all("torch" not in stats["backends"][op] for op in ("kda_verify", "kda_commit", "gumbel_max"))
     assert (stats["graph_replays"] > 10) == graphs
     assert stats["graphs_off"] == (None if graphs else "off")
 

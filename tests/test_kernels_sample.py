@@ -18,6 +18,7 @@ def check(R, V, seed=0, cut=False, temperatures=(0.0, 0.7, 1.0, 3.0), spoil=()):
     filters = torch.tensor([temperatures, [0, 5, 0, 9], [1, 0.9, 1, 0.6], [0, 0.01, 0.2, 0]], dtype=torch.float64)
     filters = filters[:, torch.arange(R) % 4].to(DEVICE)
     draws = torch.stack([torch.randint(-(1 << 62), 1 << 62, (R,)), torch.arange(R)]).to(DEVICE)
+    filters, draws = (torch.stack([x, x + 1], dim=-1)[..., 0] for x in (filters, draws))  # as those of a draft
     out = ~kept(logits.nan_to_num(), *filters[:3]) if cut else None
     for args in ((logits, filters, draws, out), (logits, None, None, None)):
         before = kernels.counts["gumbel_max", "triton"]
@@ -58,7 +59,7 @@ def test_compiles():
     types = dict(logits="*fp32", tops=wide, ats=whole, bad=whole) | many
     compile_for_all(sample._tops, types, dict(BLOCK=2048))
     types = dict(logits="*fp32", filters=wide, draws="*i64", tops=wide, scores=wide, ats=whole) | many
-    types |= dict(filter_stride="i32", draw_stride="i32")
+    types |= dict.fromkeys(("filter_stride", "filter_row", "draw_stride", "draw_row"), "i32")
     compile_for_all(sample._scores, types, dict(BLOCK=2048, BLOCKS=128, cut=None))
     compile_for_all(sample._scores, types | dict(cut="*i1"), dict(BLOCK=2048, BLOCKS=128))
     types = dict(scores=wide, ats=whole, bad=whole, ids="*i64", finite="*i1", NB="i32")
