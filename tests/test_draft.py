@@ -119,7 +119,7 @@ def test_the_same_story(kind, tokens, params):
     engine = Engine(model, num_pages=40, tokenizer=TINY, draft=kind, draft_tokens=tokens)
     outs = engine.generate(prompts, params)
     assert [(o.token_ids, o.text) for o in outs] == [(o.token_ids, o.text) for o in want]
-    if tokens == 3 and params is GREEDY:
+    if (kind, tokens) == ("mtp", 3):
         assert engine.stats["tokens_per_cycle"] > 1.7
 
 
@@ -298,10 +298,10 @@ def test_an_answer_ends_where_it_would_have(end, kind, tokens):
     got, want = (answers(engine, prompts, params) for engine in (drafting, plain))
     assert got == want
     turns = [plain.tokenizer.encode(p) + o[0] + [77, 78] for p, o in zip(prompts, want)]
-    params = SamplingParams(max_tokens=9, ignore_eos=True)
-    got, want = (answers(engine, turns, params) for engine in (drafting, plain))
+    again = SamplingParams(max_tokens=9, ignore_eos=True)
+    got, want = (answers(engine, turns, again) for engine in (drafting, plain))
     assert got == want and all(cached == len(t) - 3 for (_, _, _, cached), t in zip(got, turns))
-    assert drafting.stats["drafted"] > 0
+    assert drafting.stats["drafted"] > 0 or params.max_tokens == 1
 
 
 def test_log_probabilities_are_those_without_drafts():
