@@ -16,6 +16,10 @@ from sampling import SamplingParams
 SMALL = 1024  # models narrower than this run on one CPU thread
 
 
+def number_or_auto(word):
+    return word if word == "auto" else int(word)
+
+
 def _arguments():
     about = "Continue a text with Kimi K3. With --prompt alone, a small K3 trained on fairy tales tells one."
     p = argparse.ArgumentParser(prog="python engine.py", description=about)
@@ -44,9 +48,8 @@ def _arguments():
     flag("prefill-chunk", "N", "prompt tokens read per step (default: 512 on a CPU, 8192 on a GPU)", int)
     text = "draft tokens, verified together: mtp, the checkpoint's layer, or lookup, what the text has said before"
     flag("draft", None, text, choices=("mtp", "lookup"))
-    count = lambda word: word if word == "auto" else int(word)
-    text = "drafts a cycle, 0 to 7 or auto (default: auto with --draft, else 0); the text stays the same"
-    flag("draft-tokens", "N", text, count)
+    text = "drafts a cycle, 0 to 7 or auto (default: auto with --draft, else 0; without --draft mtp's or else lookup's)"
+    flag("draft-tokens", "N", text, number_or_auto)
     text = "afterwards print speed, peak memory and which backend each op ran, on standard error"
     p.add_argument("--stats", action="store_true", help=text)
     return p

@@ -150,15 +150,16 @@ class Drafting:
         gets any where the pool lacks free pages: a draft is not worth what would be evicted for it.
         """
         writers, pool = scheduler.writers(), scheduler.pool
+        late = [r for r in scheduler.running if len(r.due) >= DUE]
+        if late:
+            self.mtp.settle(late)
         if not writers:
             return {}
         self.key = bucket(len(writers)), wide_enough(pool.history_pages(max(r.length for r in writers)))
         m = self.depth.choose(self.key)
-        new = [max(pool.history_pages(r.length + m) - len(r.pages), 0) + pool.groups * r.ends_late for r in writers]
+        others = [r for r in scheduler.running if r not in writers]
+        new = [scheduler.draft_pages(r, m) for r in writers] + [scheduler.draft_pages(r, 0) for r in others]
         if m == 0 or sum(new) > pool.free_pages:
-            late = [r for r in writers if len(r.due) >= DUE] if self.mtp else []
-            if late:
-                self.mtp.settle(late)
             return {}
         if self.mtp:
             self.mtp.settle(writers)

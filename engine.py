@@ -27,8 +27,8 @@ from draft import MOST, MTP, Drafting, Lookup
 from model import K3
 from prefix import PrefixCache
 from runner import Runner
-from sampling import SamplingParams
-from scheduler import Output, Request, Scheduler, Snapshots, Status, uninterrupted
+from sampling import Output, SamplingParams
+from scheduler import Request, Scheduler, Snapshots, Status, uninterrupted
 from tokenizer import TextStream, Tokenizer
 
 TINY = Path(__file__).resolve().parent / "tiny"  # the model that is run when none is named
@@ -79,12 +79,13 @@ class Engine:
         self.kernels, self.snapshots = kernels, snapshots
         latent = FP8 if kv_dtype == "fp8" else None
         graphs = on_gpu if graphs is None else graphs
-        tokens = draft_tokens if draft_tokens is not None else "auto" if draft else 0
-        drafter = (draft or ("mtp" if model.mtp else "lookup")) if tokens else None
-        num_pages = num_pages or self._fitting_pages(latent, drafter == "mtp")
-        self.pool = PagePool(self.cfg, num_pages, self.dtype, self.device, latent, drafter == "mtp")
-        drafter = MTP(model, self.pool) if drafter == "mtp" else Lookup() if drafter == "lookup" else drafter
-        self.drafting = Drafting(drafter, tokens, self.cfg.vocab_size, graphs) if drafter else None
+        tokens = draft_tokens if draft_tokens is not None else 0 if draft is None else "auto"
+        draft = ("mtp" if model.mtp else "lookup") if draft is None and tokens != 0 else draft
+        mtp = tokens != 0 and isinstance(draft, str) and draft == "mtp"
+        num_pages = num_pages or self._fitting_pages(latent, mtp)
+        self.pool = PagePool(self.cfg, num_pages, self.dtype, self.device, latent, mtp)
+        draft = MTP(model, self.pool) if mtp else Lookup() if isinstance(draft, str) else draft
+        self.drafting = Drafting(draft, tokens, self.cfg.vocab_size, graphs) if tokens != 0 else None
         self.cache = PrefixCache(self.pool, host_pages)
         chunk = prefill_chunk or (8192 if on_gpu else 512)
         options = (max_batch, chunk, short_share, snapshots, prefix_cache)
@@ -227,6 +228,7 @@ class Engine:
         seed = random.getrandbits(63) if params.seed is None else params.seed
         self._next_rid += 1
         stops = tuple(params.stop_token_ids) + (() if params.ignore_eos else tuple(self._eos))
+        stops = tuple(i for i in dict.fromkeys(stops) if 0 <= i < self.cfg.vocab_size)
         self.waiting.append(Request(out, ids, params, limit, text, seed, stops))
         return out
 
@@ -278,13 +280,14 @@ class Engine:
                     break
                 self._append_token(request, token, logprobs)
         drafted = [request for request, chunk in plan.work if chunk.drafts]
-        return {request: request.length - 1 - request.computed for request in drafted}
-
-    def _commit(self, plan, result, taken):
-        """Requests move on, then those end that have to."""
+        taken = {request: request.length - 1 - request.computed for request in drafted}
         for i, (request, count) in enumerate(taken.items()):
             if request.ends_late and request.ended == "stop" and count:
                 self.runner.commit_less(i, count)
+        return taken
+
+    def _commit(self, plan, result, taken):
+        """Requests move on, then those end that have to."""
         self.scheduler.commit(plan, result, taken)
         faulty = [request for (request, _), sound in zip(plan.work, result.sound) if not sound]
         for request in dict.fromkeys([*faulty, *(request for request in plan.choosing if request.faulty)]):
@@ -379,7 +382,8 @@ def _are_integers(ids):
 
 
 def _check_draft(draft, tokens):
-    if not (draft in (None, "mtp", "lookup") or callable(getattr(draft, "draft", None))):
+    named = draft is None or isinstance(draft, str) and draft in ("mtp", "lookup")
+    if not named and (isinstance(draft, type) or not callable(getattr(draft, "draft", None))):
         raise ValueError(f'draft is {draft!r}; give "mtp", "lookup", or an object with draft(text, count)')
     if tokens not in (None, "auto") and not (type(tokens) is int and 0 <= tokens <= MOST):
         raise ValueError(f'draft_tokens is {tokens!r}; it must be 0 to {MOST}, or "auto"')

@@ -83,6 +83,8 @@ def attend_rows(q, rows, mask, rank, scale):
     scores = torch.einsum("bthr,blr->bthl", wide(q), wide(rows)) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
+        if mask.shape[1] > 1:  # what a query does not see is 0, not 0 times a NaN; what it sees is in its scores
+            rows = rows.nan_to_num(0.0, 0.0, 0.0)
     return torch.einsum("bthl,blr->bthr", scores.softmax(-1).to(q.dtype), rows[..., :rank]), scores.logsumexp(-1)
 
 

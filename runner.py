@@ -167,7 +167,8 @@ class Runner:
             result.finite.append([bool(f) for f in finite[row : row + n]])
             result.logprobs.append([None] * n)
             if choice.logprobs is not None:
-                cut = [slice(i * each, i * each + 1 + choice.logprobs) for i in range(row, row + n)]
+                few = min(each, 1 + choice.logprobs)
+                cut = [slice(i * each, i * each + few) for i in range(row, row + n)]
                 result.logprobs[-1] = [dict(zip(map(int, wanted[1][c]), wanted[0][c])) for c in cut]
             row += 1 + m
         return result

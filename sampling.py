@@ -9,7 +9,7 @@ arXiv 2408.07978), and what the model would have chosen is known whatever was dr
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,19 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(stop))
         ids = self.stop_token_ids
         need(isinstance(ids, listed) and all(isinstance(i, int) for i in ids), "stop_token_ids", "whole numbers")
+
+
+@dataclass
+class Output:
+    """An answer; it grows in place while its request runs. finish_reason: None, "stop", "length", "abort", "error"."""
+
+    rid: int
+    prompt_tokens: int
+    text: str = ""
+    token_ids: list = field(default_factory=list)  # with the id that ended it, if one did
+    finish_reason: str | None = None
+    cached_tokens: int = 0
+    logprobs: list | None = None  # a dict {id: log-probability} per token: the chosen one first, then the likeliest
 
 
 class Choice(NamedTuple):

@@ -16,7 +16,7 @@ import itertools
 import signal
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -44,19 +44,6 @@ class Snapshots:
     def __post_init__(self):
         if any(not isinstance(n, int) or n < 0 for n in (self.every, self.branch)):
             raise ValueError(f"Snapshots.every is {self.every!r} and branch {self.branch!r}; both must be 0 or more")
-
-
-@dataclass
-class Output:
-    """An answer; it grows in place while its request runs. finish_reason: None, "stop", "length", "abort", "error"."""
-
-    rid: int
-    prompt_tokens: int
-    text: str = ""
-    token_ids: list = field(default_factory=list)  # with the id that ended it, if one did
-    finish_reason: str | None = None
-    cached_tokens: int = 0
-    logprobs: list | None = None  # a dict {id: log-probability} per token: the chosen one first, then the likeliest
 
 
 class Status(Enum):
@@ -150,7 +137,12 @@ class Scheduler:
         self.cache.settle()
         self._admit()
         drafts = self.drafting.plan(self) if self.drafting else {}
-        work = self._plan(drafts)
+        work = []
+        try:
+            self._plan(drafts, work)
+        except BaseException:
+            self.undo(Plan(work, [], None))
+            raise
         held = [r for r in self.running if r.computed == r.length]
         ends = [i for i, (r, c) in enumerate(work) if c.drafts or c.past + c.tokens == r.length]
         choosing = [work[i][0] for i in ends] + held
@@ -311,12 +303,14 @@ class Scheduler:
 
     # ------------------------------------------------------------ the plan of a step
 
-    def _plan(self, drafts):
-        """[(request, Chunk)]: decode rows, those with drafts, and prompt chunks within the budget, short ones first."""
-        work, budget = [], self._budget()
+    def _plan(self, drafts, work):
+        """Fills work with (request, Chunk): decode rows, those with drafts, and prompt chunks within the budget, short
+        ones first."""
+        budget = self._budget()
         for request in list(self.running):
             left = request.length - request.computed
             m = len(drafts.get(request, ()))
+            m = m if m and self.draft_pages(request, m) <= self.pool.free_pages else 0  # others may have taken some
             n = left + m if left <= 1 else budget.get(request, 0)
             if n <= 0 or request.status is not Status.RUNNING:
                 continue
@@ -326,7 +320,12 @@ class Scheduler:
             fresh = self._is_shared(request) or m and request.ends_late
             dst = self._take(self.pool.groups) if fresh else request.state
             work.append((request, Chunk(n, request.computed, request.pages, request.state, dst, drafts=m)))
-        return sorted(work, key=lambda w: (w[1].tokens > 1, not w[1].drafts, w[1].tokens))
+        work.sort(key=lambda w: (w[1].tokens > 1, not w[1].drafts, w[1].tokens))
+
+    def draft_pages(self, request, m):
+        """How many pages a step with m drafts takes for a request: of history, and for a state beside the old one."""
+        history = max(self.pool.history_pages(request.length + m) - len(request.pages), 0)
+        return history + self.pool.groups * (self._is_shared(request) or m > 0 and request.ends_late)
 
     def _budget(self):
         """{request: how many tokens of its prompt this step reads}, `prefill_chunk` in all.
@@ -391,8 +390,11 @@ class Scheduler:
     def keep(self, request):
         """Puts the request's prefix into the cache."""
         if self.prefix_cache and request.computed:
-            if request.due:
-                self.drafting.mtp.settle([request])
+            try:
+                if request.due:
+                    self.drafting.mtp.settle([request])
+            except Exception:  # noqa: BLE001  the model's: a prefix without its rows is not kept
+                return
             pages = request.pages[: self.pool.history_pages(request.computed)]
             self.cache.insert(request.buffer[: request.computed], pages, request.state, request.hidden)
 

@@ -1,5 +1,7 @@
 """Drafting changes no answer, and leaves nothing behind: whoever drafts, whatever is accepted."""
 
+import contextlib
+import copy
 import functools
 import itertools
 from collections import Counter
@@ -478,3 +480,106 @@ def test_snapshots_in_the_middle():
     again = engine.generate(PROMPTS, GREEDY)
     assert [o.token_ids for o in again] == plain("micro-mtp", GREEDY)
     assert [o.cached_tokens for o in again] == [len(p) for p in PROMPTS]
+
+
+# ---------------------------------------------------------------- what others broke
+
+
+def test_pages_of_drafts_are_counted_with_those_of_the_step():
+    """A prompt that leaves snapshots takes state pages in the step in which a writer with many stop ids drafts."""
+    model, options = case("micro")[0], dict(snapshots=Snapshots(False, False, every=40, branch=0))
+    stops = SamplingParams(max_tokens=30, stop_token_ids=tuple(range(240, 250)), ignore_eos=True)
+    for pages in (8, 9, 10, 11):
+        answered = []
+        for drafting in ({}, dict(draft=Wrong(), draft_tokens=3)):
+            engine = Engine(model, num_pages=pages, prefill_chunk=20, max_batch=2, **options, **drafting)
+            rids = [engine.add(PROMPTS[0], stops), engine.add(text(9, 200), GREEDY), engine.add(text(8, 90), stops)]
+            done = {}
+            while engine.running or engine.waiting:
+                done |= {o.rid: o.token_ids for o in engine.step() if o.finish_reason}
+            assert engine.pool.live_pages == 0 and set(done) == set(rids)
+            answered.append(done)
+        assert answered[0] == answered[1]
+
+
+@pytest.mark.parametrize("pages", [8, 10])
+def test_the_cache_is_as_without_drafts(pages):
+    """One after another in a small pool: the state that a snapshot shares costs pages too."""
+    base, found = [text(1, 20), text(0, 126)], []
+    asked = [(base[0], 2), (base[1][:125], 1), (base[1], 2), (base[1][:125], 2), (base[0], 3), (base[1][:125], 2)]
+    for options in ({}, dict(draft=Wrong(), draft_tokens=7)):
+        engine = Engine(case("micro")[0], num_pages=pages, max_batch=1, **options)
+        outs = [engine.generate([p], SamplingParams(max_tokens=n, ignore_eos=True))[0] for p, n in asked]
+        found.append([(o.cached_tokens, o.token_ids) for o in outs] + [engine.stats["evicted"]])
+    assert found[0] == found[1]
+
+
+def test_stop_ids_of_any_size_harm_nobody():
+    params = [SamplingParams(max_tokens=9, stop_token_ids=(2**70, -5, 2**63), ignore_eos=True), SamplingParams(9)]
+    engine = Engine(case("micro")[0], num_pages=60, draft=Wrong(), draft_tokens=2)
+    outs = engine.generate(PROMPTS[:2], params)
+    assert [o.token_ids for o in outs] == [ids[:9] for ids in plain("micro", GREEDY)[:2]]
+
+
+def test_a_commitment_that_fails_undoes_the_step():
+    """Of a state that is taken back because the host saw the answer's end: its requests start again."""
+    name, ids = "micro", plain("micro", GREEDY)
+    late = SamplingParams(max_tokens=40, stop_token_ids=(*range(100, 109), ids[0][11]), ignore_eos=True)
+    want = Engine(case(name)[0], num_pages=60).generate(PROMPTS[:2], [late, GREEDY])
+    engine = Engine(case(name)[0], num_pages=60, draft=drafter("sure", name, GREEDY), draft_tokens=7)
+    outs = [engine._enqueue(np.array(p), q) for p, q in zip(PROMPTS, (late, GREEDY))]
+    usual, failed = engine.runner.commit_less, []
+
+    def fails(*args):
+        if not failed:
+            failed.append(args)
+            raise RuntimeError("no commitment")
+        usual(*args)
+
+    engine.runner.commit_less = fails
+    for _ in range(60):
+        with contextlib.suppress(RuntimeError):
+            engine.step()
+    assert failed and not (engine.running or engine.waiting) and engine.pool.live_pages == 0
+    assert [o.token_ids for o in outs] == [o.token_ids for o in want]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_draft_that_is_not_finite_ends_nobody(backend):
+    """Its rows are NaN, and no query that counts sees them."""
+    model = copy.deepcopy(case("micro")[0])
+    with torch.no_grad():
+        model.embed_tokens.weight[256] = float("nan")
+
+    class Poison:
+        def draft(self, text, count):
+            return [256] * count
+
+    engine = Engine(model, num_pages=60, draft=Poison(), draft_tokens=7, kernels=backend)
+    assert [o.token_ids for o in engine.generate(PROMPTS, GREEDY)] == plain("micro", GREEDY)
+
+
+def test_a_drafter_cannot_change_the_text():
+    class Changes:
+        def draft(self, text, count):
+            text[-1] = 9
+
+    engine = Engine(case("micro")[0], num_pages=60, draft=Changes(), draft_tokens=2)
+    with pytest.raises(ValueError, match="read-only"):
+        engine.generate(PROMPTS[:1], GREEDY)
+
+
+def test_what_drafts_is_an_object_even_an_empty_one():
+    class Empty(dict):
+        draft = Wrong.draft
+
+    assert Engine(case("micro")[0], num_pages=30, draft=Empty()).stats["draft"] == "Empty"
+    with pytest.raises(ValueError, match="give"):
+        Engine(case("micro")[0], num_pages=30, draft=Lookup)
+
+
+def test_more_log_probabilities_than_there_are_tokens():
+    params = SamplingParams(max_tokens=3, logprobs=300, ignore_eos=True)
+    one, two = (Engine(case("micro")[0], num_pages=60).generate(PROMPTS[:n], params)[0].logprobs for n in (1, 2))
+    for x, y in zip(one, two):
+        assert x.keys() == y.keys() and list(x.values()) == pytest.approx(list(y.values()), abs=1e-4)
