@@ -36,11 +36,13 @@ def tell(engine, prompts, params):
 
 
 def warm(engine, prompts, params):
-    """Until nothing is compiled or captured any more."""
-    for _ in range(8):
+    """Until nothing is compiled or captured any more, in three runs: "auto" tries another depth now and then."""
+    quiet = 0
+    for _ in range(20):
         before = engine.runner.captures
         engine.generate(prompts, params)
-        if engine.runner.captures == before:
+        quiet = quiet + 1 if engine.runner.captures == before else 0
+        if quiet == (3 if engine.runner.captures else 1):
             return
 
 

@@ -187,7 +187,7 @@ def test_a_replay_follows_its_page_ids():
         pool.slabs.copy_(start)
         with torch.inference_mode():
             step = Step.decode([chunks[i] for i in order], ids[order], [Choice()] * 5)
-            hidden, _, tokens, _ = runner.graph(step)(step)
+            hidden, _, tokens, *_ = runner.graph(step)(step)
         back = np.argsort(order)
         results.append((hidden[back].clone(), tokens[back].clone(), pool.slabs.clone()))
     assert all(torch.equal(a, b) for a, b in zip(*results))
@@ -250,8 +250,8 @@ def test_tiny_drafts_in_bfloat16(temperature):
     """Most answers are the same to the last token; a batch of another size rounds otherwise between near equals."""
     params = SamplingParams(max_tokens=100, temperature=temperature, seed=1, ignore_eos=True)
     prompts = ["Once upon a time", "The king said", "There was an old woman", "The wolf"]
-    want = Engine(TINY).generate(prompts, params)
-    engine = Engine(TINY, draft="mtp", draft_tokens=3)
+    want = Engine(TINY, num_pages=100).generate(prompts, params)
+    engine = Engine(TINY, num_pages=100, draft="mtp", draft_tokens=3)
     outs = engine.generate(prompts, params)
     same = [sum(a == b for a, b in zip(x.token_ids, y.token_ids)) for x, y in zip(outs, want)]
     assert sum(same) > 150 and max(same) == 100
