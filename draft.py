@@ -24,6 +24,7 @@ MOST = 7  # drafts a cycle
 DEPTHS = 0, 1, 2, 3, 5, 7  # those that are chosen among: each that is run is captured as a graph
 TRIED = 0, 1, 3  # of these, the ones that are measured before one is chosen
 DUE = 64  # rows that steps without drafts may leave to be written
+GAIN = 0.02  # what a depth must promise to be tried
 PROBE = 128  # cycles between two in which another depth than the best is tried
 
 
@@ -205,7 +206,7 @@ class Depth:
 
     p_j: how often draft j was right of late where those before it were; c(m): seconds of a whole cycle, of late, with
     so many sequences and so long histories (both in powers of two); on a line between the depths that were measured.
-    Depths TRIED come first; then every PROBE cycles, ever more rarely while drafting loses, the next one is tried.
+    Depths TRIED come first; then every PROBE cycles, ever more rarely while drafting loses, one beside it again.
     """
 
     def __init__(self, tokens):
@@ -231,18 +232,21 @@ class Depth:
             self.wait[key] = wait - 1, again
             return best
         self.wait[key] = (again, PROBE) if best else (again, min(2 * again, 16 * PROBE))
-        at = DEPTHS.index(best)
-        return DEPTHS[min(at + 1, len(DEPTHS) - 1) if sum(seen.values()) % 2 else max(at - 1, 1)]
+        known = sorted(self.costs[key])
+        at = known.index(best) if best in known else 0
+        return known[min(at + 1, len(known) - 1) if sum(seen.values()) % 2 else max(at - 1, 1)]
 
     def best(self, key, depths=DEPTHS):
-        """Of these depths, the one with the most committed tokens a second."""
+        """Of these depths, the one with the most committed tokens a second; one that was never run, and would have to
+        be captured, must promise GAIN more."""
         costs = self.costs[key]
         known = sorted(costs)
         cost = np.interp(np.arange(MOST + 1), known, [costs[m] for m in known])
         slope = (costs[known[-1]] - costs[known[-2]]) / (known[-1] - known[-2])
         cost[known[-1] + 1 :] += np.maximum(slope, 0) * np.arange(1, MOST + 1 - known[-1])
-        speed = np.cumsum(np.cumprod([1.0, *self.right])) / cost
-        return max(depths, key=lambda m: speed[m])
+        right = [self.right[max(0, min(j, np.count_nonzero(self.drafted) - 1))] for j in range(MOST)]  # seen so far
+        speed = np.cumsum(np.cumprod([1.0, *right])) / cost
+        return max(depths, key=lambda m: speed[m] if m in costs else speed[m] / (1 + GAIN))
 
     def observe(self, key, m, seconds, kept, tokens):
         """A cycle of depth m took so long; kept: how many drafts were right in each sequence; tokens: committed.
