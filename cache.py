@@ -197,7 +197,7 @@ class Step:
     ids [N] int: the tokens of all chunks: first the chunks of one token, then those with drafts, `drafts` each, then
     the others; ends: indices of the chunks whose last token is followed by a choice of the next, and each draft before
     it; choices: a sampling.Choice for each of these, and for each of held: hidden [H] of further sequences that only
-    choose; before: for each chunk the hidden of the token ahead of it, where a draft layer needs it.
+    choose; before: where there is a draft layer, the hidden of the token ahead of each chunk of more than one token.
     """
 
     chunks: list
@@ -205,19 +205,24 @@ class Step:
     ends: list
     choices: list
     held: tuple = ()
-    drafts: int = 0
     before: tuple = ()
 
     @classmethod
     def decode(cls, chunks, ids, choices, before=()):
         """One token of each sequence, or one and its drafts, and the choices behind them."""
-        return cls(chunks, ids, [*range(len(chunks))], choices, (), chunks[0].drafts, before)
+        return cls(chunks, ids, [*range(len(chunks))], choices, (), before)
+
+    @property
+    def drafts(self):
+        """How many drafts each chunk brings that has some."""
+        return max((c.drafts for c in self.chunks), default=0)
 
     @property
     def is_decode(self):
         """Whether every chunk is one token and its drafts, followed by a choice: what a graph can be captured of."""
-        alike = all(c.drafts == self.drafts for c in self.chunks)
-        return alike and len(self.ids) == len(self.ends) * (1 + self.drafts) and len(self.ends) == len(self.choices)
+        drafts = self.drafts
+        alike = all(c.drafts == drafts for c in self.chunks)
+        return alike and len(self.ids) == len(self.ends) * (1 + drafts) and len(self.ends) == len(self.choices)
 
     @property
     def kind(self):

@@ -55,8 +55,8 @@ def _arguments():
     return p
 
 
-ENGINE = ("device", "dtype", "kv_dtype", "kernels", "num_pages", "host_pages", "max_batch", "prefill_chunk")
-ENGINE += ("draft", "draft_tokens")
+ENGINE = ("device", "dtype", "kv_dtype", "kernels", "num_pages", "host_pages", "max_batch", "prefill_chunk",
+          "draft", "draft_tokens")  # fmt: skip
 SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 0.95}
 
 

@@ -87,16 +87,21 @@ class MTP:
         of the first; filters [4, B, T], draws [2, B, T], kind: of the choices. Draft j is chosen with the noise of its
         position, from this layer's own distribution; its x stands in for h in the next one.
         """
-        B = len(ids)
-        hidden = before[:B]
+        hidden = before[: len(ids)]
         for j in range(part.drafts):
-            one = dataclasses.replace(
-                part, rows=slice(0, B), lengths=[1] * B, pasts=[n + j for n in part.pasts], past=part.past + j,
-                drafts=0, raw=None, first=1,
-            )  # fmt: skip
-            hidden = self.model.mtp_hidden(ids[:, j], hidden, Batch(self.pool, [one], slots[:, j].contiguous()))
-            logits = self.model.mtp_head(hidden)
+            hidden, logits = self.read(part, j, ids[:, j], slots[:, j], hidden)
             ids[:, j + 1] = sample(logits, filters[..., j], draws[..., j], kind)[0]
+
+    def read(self, part, j, ids, slots, hidden):
+        """The layer over token j of each sequence of the part: ids, slots [B], hidden [B, H]: h or x of the token ahead
+        -> x [B, H], logits [B, V]."""
+        B = len(ids)
+        one = dataclasses.replace(
+            part, rows=slice(0, B), lengths=[1] * B, pasts=[n + j for n in part.pasts], past=part.past + j,
+            drafts=0, raw=None, first=1,
+        )  # fmt: skip
+        x = self.model.mtp_hidden(ids, hidden, Batch(self.pool, [one], slots.contiguous()))
+        return x, self.model.mtp_head(x)
 
     def write(self, ids, hidden, slots):
         """Latent rows alone: of tokens ids [N] and the h of those ahead of them [N, H], to slots [N] (below 0: not)."""

@@ -145,11 +145,13 @@ def scale(logits, temperature):
     return (logits.double() - top) / torch.where(temperature > 0, temperature, 1)[:, None]
 
 
-def log_probs(logits, filters):
-    """logits [R, V], filters [4, R] -> log-probabilities of the filtered distribution [R, V] float64, but for a
-    constant of each row; -inf where a token is filtered out."""
-    scaled, min_p = scale(logits, filters[0]), filters[3]
-    return scaled.masked_fill((scaled < min_p.log()[:, None]) | ~kept(logits, *filters[:3]), -torch.inf)
+def log_probs(logits, filters, cut=None):
+    """logits [R, V]; filters [4, R], of which temperature and min_p count here; cut [R, V] bool: which tokens are out
+    already, or None -> log-probabilities of the filtered distribution [R, V] float64, but for a constant of each row;
+    -inf where a token is filtered out."""
+    scaled = scale(logits, filters[0])
+    out = scaled < filters[3].log()[:, None]
+    return scaled.masked_fill(out if cut is None else out | cut, -torch.inf)
 
 
 @kernels.op("gumbel_max")
@@ -163,11 +165,8 @@ def gumbel_max(logits, filters, draws, cut):
     logits = logits.masked_fill(~finite[:, None], 0)
     if filters is None:
         return logits.argmax(-1), finite
-    temperature, _, _, min_p = filters
-    scaled = scale(logits, temperature)
-    out = scaled < min_p.log()[:, None]
-    noise = gumbel(*draws, logits.shape[-1]).masked_fill((temperature == 0)[:, None], 0)
-    return (scaled + noise).masked_fill(out if cut is None else out | cut, -torch.inf).argmax(-1), finite
+    noise = gumbel(*draws, logits.shape[-1]).masked_fill((filters[0] == 0)[:, None], 0)
+    return (log_probs(logits, filters, cut) + noise).argmax(-1), finite
 
 
 def sample(logits, filters=None, draws=None, kind=SORTED):

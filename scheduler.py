@@ -149,11 +149,9 @@ class Scheduler:
         parts = [np.append(r.tokens[c.past :], drafts[r]) if c.drafts else r.buffer[c.past : c.past + c.tokens]
                  for r, c in work]  # fmt: skip
         ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
-        step = Step([c for _, c in work], ids, ends, [r.choice for r in choosing], [r.hidden for r in held])
-        step.drafts = max((c.drafts for c in step.chunks), default=0)
-        if self.drafting and self.drafting.mtp:
-            step.before = [r.hidden for r, c in work if c.tokens > 1]
-        return Plan(work, choosing, step)
+        before = [r.hidden for r, c in work if c.tokens > 1] if self.drafting and self.drafting.mtp else ()
+        chunks, choices = [c for _, c in work], [r.choice for r in choosing]
+        return Plan(work, choosing, Step(chunks, ids, ends, choices, [r.hidden for r in held], before))
 
     def writers(self):
         """The requests that get their next token in this step, after one token."""

@@ -1,7 +1,5 @@
 """What drafter-invariant choices cost in acceptance: the coupling by Gumbel noise against rejection sampling."""
 
-import dataclasses
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -114,12 +112,8 @@ class Texts:
             ids, x, q = last[:, None].repeat(1, m + 1), before, []
             at = n[:, None] + 1 - self.length + torch.arange(m + 1)  # positions of the choices
             for j in range(m):  # as draft.MTP.draft, but what it draws from is wanted
-                one = dataclasses.replace(
-                    part, rows=slice(0, len(who)), lengths=[1] * len(who), pasts=[k + j for k in part.pasts],
-                    past=part.past + j, drafts=0, raw=None, first=1,
-                )  # fmt: skip
-                x = model.mtp_hidden(ids[:, j], x, Batch(pool, [one], slots[:, j].contiguous()))
-                q.append(model.mtp_head(x))
+                x, logits = self.mtp.read(part, j, ids[:, j], slots[:, j], x)
+                q.append(logits)
                 ids[:, j + 1] = draw(q[-1], temperature, seeds, at[:, j])
             hidden = model.hidden(ids.flatten(), batch)
             p, q, row = model.logits(hidden).unflatten(0, ids.shape), torch.stack(q, 1), torch.arange(len(who))

@@ -2,12 +2,13 @@
 
 import dataclasses
 import time
+from functools import partial
 
 import torch
 from tqdm import tqdm
 
 from benchmarks.report import print_table
-from benchmarks.step import chunks_at, config, random_model
+from benchmarks.step import chunks_at, config, experts_hit, random_model, step_bytes
 from benchmarks.timing import events_ms, median_ms
 from cache import PagePool, Step
 from draft import MTP, Depth
@@ -83,30 +84,6 @@ def mtp_model(seed):
     return random_model(dataclasses.replace(config(), num_nextn_predict_layers=1), seed)
 
 
-def cycle_bytes(model, batch, depth, experts):
-    """Bytes that a cycle must move: weights of the main model once, those of the MTP layer and the head once a draft,
-    the packed matrices of `experts` (over all calls), latent rows, and the KDA states, read and written."""
-    cfg = model.cfg
-    size = {name: p.numel() * p.element_size() for name, p in model.named_parameters() if ".inert." not in name}
-    mtp, head = sum(n for name, n in size.items() if name.startswith("mtp.")), size["lm_head.weight"]
-    main = sum(size.values()) - mtp - size["embed_tokens.weight"]
-    packed = sum(b[0].numel() for b in model.expert_stacks()[0][1].buffers())
-    rows = (len(cfg.mla_layers) + depth) * CONTEXT * (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * 2
-    state = len(cfg.kda_layers) * 2 * 4 * cfg.kda_heads * cfg.kda_head_dim**2
-    return main + depth * (mtp + head) + experts * packed + batch * (rows + state)
-
-
-def experts_used(model, run):
-    """Distinct experts, summed over all calls of MoE layers in a run."""
-    found = []
-    note = lambda module, inputs, output: found.append(output[0].unique().numel())
-    hooks = [layer.ffn.gate.register_forward_hook(note) for _, layer in model.decoder_layers()]
-    run()
-    for hook in hooks:
-        hook.remove()
-    return sum(found)
-
-
 def slice_rows(args, batches, depths):
     """Rows of the slice: cycles as graphs, and the same without the MTP layer, from which that of 93 layers follows."""
     model, bandwidth = mtp_model(args.seed), args.card["copy_bytes_s"]
@@ -125,13 +102,13 @@ def slice_rows(args, batches, depths):
             ids = torch.randint(model.cfg.vocab_size, (batch * (1 + depth),)).numpy()
             before = [torch.randn(model.cfg.hidden_size, device="cuda") for _ in chunks] if depth else ()
             step = Step.decode(chunks, ids, [Choice(room=100)] * batch, before)
-            used = experts_used(model, lambda step=step: runner.forward(step))
+            used = sum(experts_hit(model, partial(runner.forward, step)))
             ms = cycle_ms(runner, step)
             main = cycle_ms(without, step) if depth else ms
             hidden = torch.randn(batch * (1 + depth), model.cfg.hidden_size, device="cuda")
             head = median_ms([lambda hidden=hidden: model.logits(hidden)])
             layer = (main - head) / model.cfg.num_hidden_layers
-            nbytes, tokens = cycle_bytes(model, batch, depth, used), sum(RIGHT**j for j in range(depth + 1))
+            nbytes, tokens = step_bytes(model, batch, CONTEXT, used, depth), sum(RIGHT**j for j in range(depth + 1))
             auto.costs.setdefault("slice", {})[depth] = ms
             row = {"model": "slice of K3", "sampling": f"greedy, {RIGHT:.0%} right", "batch": batch, "depth": depth}
             row |= {"tok_s": batch * tokens / ms * 1e3, "per_cycle": tokens, "cycle_ms": ms, "GB": nbytes / 1e9}

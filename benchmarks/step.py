@@ -93,28 +93,30 @@ def skew(model, concentration, seed=0):
     return found
 
 
-def step_bytes(model, batch, context, experts_hit):
-    """Bytes that a decode step must move: every weight outside the experts but the embedding, the packed experts hit,
-    the latent rows, and the states of KDA, read and written.
+def step_bytes(model, batch, context, experts, drafts=0):
+    """Bytes that a decode step must move: every weight outside the experts but the embedding, the MTP layer's and the
+    head's once a draft, the packed matrices of so many `experts` (over all layers and drafts), the latent rows, and the
+    states of KDA, read and written.
     """
-    cfg, layers = model.cfg, model.cfg.num_hidden_layers
-    weights = sum(p.numel() * p.element_size() for p in model.parameters()) - 2 * model.embed_tokens.weight.numel()
-    _, experts = model.expert_stacks()[0]
-    packed = sum(b[0].numel() for b in experts.buffers())
-    rows = len(cfg.mla_layers) * context * (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * 2
+    cfg = model.cfg
+    size = {name: p.numel() * p.element_size() for name, p in model.named_parameters() if ".inert." not in name}
+    mtp, head = sum(n for name, n in size.items() if name.startswith("mtp.")), size["lm_head.weight"]
+    main = sum(size.values()) - mtp - size["embed_tokens.weight"]
+    packed = sum(b[0].numel() for b in model.expert_stacks()[0][1].buffers())
+    rows = (len(cfg.mla_layers) + drafts) * context * (cfg.kv_lora_rank + cfg.qk_rope_head_dim) * 2
     state = len(cfg.kda_layers) * 2 * 4 * cfg.kda_heads * cfg.kda_head_dim**2
-    return weights + layers * experts_hit * packed + batch * (rows + state)
+    return main + drafts * (mtp + head) + experts * packed + batch * (rows + state)
 
 
 def experts_hit(model, run):
-    """Distinct experts that a run uses in a layer, on average."""
+    """Distinct experts that each call of a MoE layer uses in a run."""
     found = []
     note = lambda module, inputs, output: found.append(output[0].unique().numel())
     hooks = [layer.ffn.gate.register_forward_hook(note) for _, layer in model.decoder_layers()]
     run()
     for hook in hooks:
         hook.remove()
-    return sum(found) / len(found)
+    return found
 
 
 def launches(call):
@@ -166,8 +168,9 @@ def step(args):
         if graph is None:
             raise ValueError(f"the step could not be captured: {runner.stats['graphs_off']}")
         call = partial(graph, decode)
-        ms, nbytes = events_ms(graph.graph.replay), step_bytes(model, batch, context, found)
-        row = {"step": f"decode, experts {choice}", "batch": batch, "context": context, "experts_hit": found, "ms": ms}
+        ms, nbytes = events_ms(graph.graph.replay), step_bytes(model, batch, context, sum(found))
+        row = {"step": f"decode, experts {choice}", "batch": batch, "context": context, "ms": ms}
+        row["experts_hit"] = sum(found) / len(found)  # in a layer
         row |= {"with_host_ms": events_ms(call), "GB": nbytes / 1e9, "of_copy": nbytes / bandwidth / ms * 1e3}
         rows.append(row | {"target": 0.8 if batch == 1 else 0.7 if batch in (16, 64) else None})
         runner.graphs.clear()

@@ -12,7 +12,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import sampling
-from sampling import SORTED, WARM, Choice, SamplingParams, log_probs, logprobs, uniform
+from sampling import SORTED, WARM, Choice, SamplingParams, kept, log_probs, logprobs, uniform
 
 INF, NAN = float("inf"), float("nan")
 LOGITS = [1.0, 3.0, 2.0, 3.0, -1.0, 0.5, 2.5, -4.0]
@@ -35,7 +35,8 @@ def brute(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 def ours(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """[(id, probability)] of the tokens that are kept, likeliest first, ties by id."""
     filters = torch.tensor([[temperature], [top_k], [top_p], [min_p]], dtype=torch.float64)
-    probs = log_probs(torch.tensor([logits]), filters).softmax(-1)
+    logits = torch.tensor([logits])
+    probs = log_probs(logits, filters, ~kept(logits, *filters[:3])).softmax(-1)
     values, ids = probs[0].sort(descending=True, stable=True)
     return [(i, p) for i, p in zip(ids.tolist(), values.tolist()) if p > 0]
 
@@ -123,7 +124,8 @@ def test_top_p_at_an_exact_boundary(n):
 def test_rows_have_their_own_filters():
     settings = [(1.0, 8, 1.0, 0.0), (0.5, 2, 1.0, 0.0), (2.0, 0, 0.5, 0.0), (1.0, 8, 1.0, 0.3)]
     logits = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    probs = log_probs(logits, torch.tensor(settings, dtype=torch.float64).T).softmax(-1)
+    filters = torch.tensor(settings, dtype=torch.float64).T
+    probs = log_probs(logits, filters, ~kept(logits, *filters[:3])).softmax(-1)
     for row, p, filters in zip(logits.tolist(), probs.tolist(), settings):
         assert {i: x for i, x in enumerate(p) if x > 0} == pytest.approx(dict(brute(row, *filters)[0]))
 
